@@ -1,0 +1,1 @@
+"""The functional cache state machine: state, index, pool, lookup, checkpoints, transitions, check."""

@@ -1,0 +1,116 @@
+"""Every invariant of the cache state that can be read off the state itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.state import (
+    FREE,
+    FREE_BLOCKS,
+    PLACES,
+    REF,
+    RING_FACTOR,
+    RING_HEAD,
+    RING_TAIL,
+    RUNNING,
+    STACK_TOP,
+    STAMP,
+    WAITING,
+    CacheState,
+    layout,
+)
+from hybrid_kv.hashing import KEY_WORDS
+
+
+def check(config: CacheConfig, state: CacheState) -> list[str]:
+    """Broken invariants in words; empty if all hold. Runs on the host."""
+    host = CacheState(*(np.asarray(leaf) for leaf in state))
+    return [*_references(config, host), *_free_lists(config, host), *_index(config, host), *_requests(config, host)]
+
+
+def _references(config: CacheConfig, state: CacheState) -> list[str]:
+    fields, requests = layout(config), state.requests
+    held = [state.tables.ravel()]
+    held += [requests[:, part].ravel() for part in (fields.copy_source, fields.running, fields.read, fields.turn_slot)]
+    held.append(requests[:, fields.emit_slot].ravel())
+    ids = np.concatenate(held)
+    counted = np.bincount(ids[ids > 0], minlength=config.total_blocks)[: config.total_blocks]
+    wrong = np.flatnonzero(counted != state.blocks[:, REF])
+    nulls = np.array(config.pool_offset)
+    problems = [f"block {b}: {state.blocks[b, REF]} references, {counted[b]} holders" for b in wrong]
+    problems += [
+        f"null block {b} is referenced or keyed" for b in nulls if counted[b] or state.blocks[b, PLACES:].any()
+    ]
+    owned = np.concatenate([requests[:, fields.running].ravel(), requests[:, fields.turn_slot].ravel()])
+    owned = np.concatenate(
+        [owned[owned > 0], requests[:, fields.emit_slot].ravel()[requests[:, fields.emit_slot].ravel() > 0]]
+    )
+    problems += [
+        f"state {b} has two writers" for b, n in zip(*np.unique(owned, return_counts=True), strict=True) if n > 1
+    ]
+    problems += [f"state {b} is written while it has a key" for b in owned if state.blocks[b, PLACES:].any()]
+    return problems
+
+
+def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
+    problems = []
+    for pool, (first, count) in enumerate(zip(config.pool_offset, config.pool_blocks, strict=True)):
+        top, head, tail, free = (state.pools[pool, i] for i in (STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS))
+        capacity = RING_FACTOR * count
+        stack = state.stack[first : first + top]
+        at = RING_FACTOR * first + np.arange(head, tail) % capacity
+        entries = state.ring[at]
+        rows = state.blocks[entries[:, 0]]
+        ring = entries[(rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0), 0]
+        listed = np.sort(np.concatenate([stack, ring]))
+        unused = first + 1 + np.flatnonzero(state.blocks[first + 1 : first + count, REF] == 0)
+        if not np.array_equal(listed, unused):
+            problems.append(f"pool {pool}: free lists hold {len(listed)} blocks, {len(unused)} are unreferenced")
+        if free != len(unused):
+            problems.append(f"pool {pool}: counts {free} free blocks, {len(unused)} are")
+        if state.blocks[stack, PLACES:].any():
+            problems.append(f"pool {pool}: a block with a key lies among the keyless")
+        if tail - head > capacity:
+            problems.append(f"pool {pool}: the ring overran")
+    return problems
+
+
+def _index(config: CacheConfig, state: CacheState) -> list[str]:
+    filed = np.flatnonzero(state.index[:, KEY_WORDS])
+    owner = state.index[filed, KEY_WORDS].astype(np.int64)
+    block, unit = np.nonzero(state.blocks[:, PLACES:])
+    places = state.blocks[block, PLACES + unit] - 1
+    problems = []
+    if not np.array_equal(np.sort(places), filed):
+        problems.append(f"index: {len(filed)} keys are filed, blocks remember {len(places)}")
+    elif not np.array_equal(state.index[places, KEY_WORDS].astype(np.int64), block):
+        problems.append("index: a key points to a block that does not remember it")
+    if len(np.unique(state.index[filed, :KEY_WORDS], axis=0)) != len(filed):
+        problems.append("index: a key is filed twice")
+    if (owner >= config.total_blocks).any():
+        problems.append("index: a key points outside the pools")
+    return problems
+
+
+def _requests(config: CacheConfig, state: CacheState) -> list[str]:
+    fields, problems = layout(config), []
+    for slot in np.flatnonzero(state.requests[:, fields.STATUS] != FREE):
+        row = state.requests[slot]
+        known, computed, scheduled = row[fields.KNOWN], row[fields.COMPUTED], row[fields.SCHEDULED]
+        if not 0 <= computed + scheduled <= known <= config.max_context:
+            problems.append(f"request {slot}: computed {computed} + scheduled {scheduled}, known {known}")
+        if row[fields.HIT] > max(known - 1, 0) or row[fields.HIT] % config.unit:
+            problems.append(f"request {slot}: hit {row[fields.HIT]} of {known} tokens at unit {config.unit}")
+        if row[fields.STATUS] == WAITING and (row[fields.running].any() or state.tables[slot].any()):
+            problems.append(f"request {slot}: waits but holds blocks")
+        for position, group in enumerate(config.geometry.attention):
+            first, used = config.column_offset[position], row[fields.columns][position]
+            table = state.tables[slot, first : first + config.columns[position]]
+            if row[fields.STATUS] == RUNNING and used < config.group(group).columns(int(computed + scheduled)):
+                problems.append(f"request {slot}: {used} columns of {config.group(group).name} are too few")
+            if (table[:used] == 0).any() or table[used:].any():
+                problems.append(f"request {slot}: table of {config.group(group).name} does not match its length")
+    if state.requests[:, fields.SCHEDULED].sum() > config.token_budget:
+        problems.append("more tokens are scheduled than a step may have")
+    return problems

@@ -1,0 +1,154 @@
+"""Block pools: exact least-recently-used order without a sort.
+
+Free blocks without a key lie on a stack and are reused first, newest first. Free blocks with keys
+lie in a ring in the order they were released; touching one leaves a stale entry behind that is
+recognised by its stamp and skipped later. Every function takes and returns the whole state and is
+meant to be inlined in a jitted transition.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hybrid_kv.cache import index
+from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.state import (
+    CLOCK,
+    EVICTED,
+    FREE_BLOCKS,
+    PLACES,
+    REF,
+    RING_FACTOR,
+    RING_HEAD,
+    RING_TAIL,
+    STACK_TOP,
+    STAMP,
+    CacheState,
+)
+
+
+def free_blocks(state: CacheState, pool: int) -> jax.Array:
+    """Blocks of a pool that an allocation may take, cached ones included."""
+    return state.pools[pool, FREE_BLOCKS]
+
+
+def take(config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int):
+    """Take `count` <= `most` blocks with one reference each: (state, int32[most], 0 beyond count).
+
+    The caller has checked that `count` blocks are free. Keys of reused blocks are dropped.
+    """
+    first, capacity = config.pool_offset[pool], RING_FACTOR * config.pool_blocks[pool]
+    ring_first = RING_FACTOR * first
+    lane = jnp.arange(most, dtype=jnp.int32)
+    top = state.pools[pool, STACK_TOP]
+    from_stack = jnp.minimum(count, top)
+    ids = jnp.where(lane < from_stack, state.stack[first + jnp.maximum(top - 1 - lane, 0)], 0)
+    window = min(max(most, 8), capacity)
+    ahead = jnp.arange(window, dtype=jnp.int32)
+
+    def unfinished(carry):
+        _, _, got = carry
+        return got < count
+
+    def scan_window(carry):
+        ids, head, got = carry
+        entries = state.ring[ring_first + (head + ahead) % capacity]
+        blocks = state.blocks[entries[:, 0]]
+        live = (blocks[:, REF] == 0) & (blocks[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0)
+        live &= head + ahead < state.pools[pool, RING_TAIL]
+        nth = jnp.cumsum(live.astype(jnp.int32))
+        taken = live & (nth <= count - got)
+        ids = ids.at[jnp.where(taken, got + nth - 1, most)].set(entries[:, 0], mode="drop")
+        used = jnp.where(taken.any(), window - jnp.argmax(taken[::-1]), 0)
+        more = got + taken.sum(dtype=jnp.int32)
+        return ids, head + jnp.where(more < count, window, used.astype(jnp.int32)), more
+
+    head = state.pools[pool, RING_HEAD]
+    ids, head, _ = jax.lax.while_loop(unfinished, scan_window, (ids, head, from_stack))
+    evicted = (jnp.where(ids > 0, state.blocks[ids, PLACES:].max(-1, initial=0), 0) > 0).sum(dtype=jnp.int32)
+    state = index.remove_blocks(state, jnp.where(lane < from_stack, 0, ids))
+    row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])
+    state = state._replace(
+        pools=state.pools.at[pool].set(row),
+        blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), REF].set(1, mode="drop"),
+        counters=state.counters.at[EVICTED].add(evicted),
+    )
+    return state, ids
+
+
+def unreferenced(state: CacheState, ids: jax.Array) -> jax.Array:
+    """How many of the given distinct blocks (0: none) would leave the free lists when touched."""
+    return ((ids > 0) & (state.blocks[ids, REF] == 0)).sum(dtype=jnp.int32)
+
+
+def touch(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
+    """Add one reference to every given distinct block of a pool (0: none)."""
+    woken = unreferenced(state, ids)
+    return state._replace(
+        blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), REF].add(1, mode="drop"),
+        pools=state.pools.at[pool, FREE_BLOCKS].add(-woken),
+    )
+
+
+def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
+    """Drop one reference of every given distinct block of a pool (0: none).
+
+    Those reaching zero become free in the given order: without a key to the front of the reuse
+    order (the first given is reused first), with keys to its back.
+    """
+    first, capacity = config.pool_offset[pool], RING_FACTOR * config.pool_blocks[pool]
+    ids = jnp.atleast_1d(ids)
+    rows = state.blocks[ids]
+    freed = (ids > 0) & (rows[:, REF] == 1)
+    keyed = freed & (rows[:, PLACES:].max(-1, initial=0) > 0)
+    bare = freed & ~keyed
+    bare_count, keyed_count = bare.sum(dtype=jnp.int32), keyed.sum(dtype=jnp.int32)
+    top, tail = state.pools[pool, STACK_TOP], state.pools[pool, RING_TAIL]
+    stack_at = first + top + bare_count - jnp.cumsum(bare.astype(jnp.int32))
+    nth = jnp.cumsum(keyed.astype(jnp.int32)) - 1
+    ring_at = RING_FACTOR * first + (tail + nth) % capacity
+    stamps = state.counters[CLOCK] + 1 + nth
+    none_block, none_ring = config.total_blocks, state.ring.shape[0]
+    blocks = state.blocks.at[jnp.where(ids > 0, ids, none_block), REF].add(-1, mode="drop")
+    # A keyless block forgets its stamp, or an entry from when it had keys would look live again.
+    blocks = blocks.at[jnp.where(freed, ids, none_block), STAMP].set(jnp.where(keyed, stamps, 0), mode="drop")
+    change = jnp.stack([bare_count, jnp.int32(0), keyed_count, bare_count + keyed_count])
+    return state._replace(
+        blocks=blocks,
+        stack=state.stack.at[jnp.where(bare, stack_at, none_block)].set(ids, mode="drop"),
+        ring=state.ring.at[jnp.where(keyed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
+        pools=state.pools.at[pool].add(change),
+        counters=state.counters.at[CLOCK].add(keyed_count),
+    )
+
+
+def compact(config: CacheConfig, state: CacheState) -> CacheState:
+    """Drop stale ring entries of pools whose ring is more than half full; keep cursors small.
+
+    A block becomes free at most twice in one transition, so called at the head of each transition
+    this keeps the ring from overrunning.
+    """
+    for pool, (first, count) in enumerate(zip(config.pool_offset, config.pool_blocks, strict=True)):
+        capacity, ring_first = RING_FACTOR * count, RING_FACTOR * first
+        lane = jnp.arange(capacity, dtype=jnp.int32)
+
+        def crowded(carry, pool=pool, capacity=capacity):
+            pools, _ = carry
+            return pools[pool, RING_TAIL] - pools[pool, RING_HEAD] > capacity // 2
+
+        def squeeze(carry, pool=pool, capacity=capacity, ring_first=ring_first, lane=lane):
+            pools, ring = carry
+            head, tail = pools[pool, RING_HEAD], pools[pool, RING_TAIL]
+            entries = ring[ring_first + (head + lane) % capacity]
+            rows = state.blocks[entries[:, 0]]
+            live = (lane < tail - head) & (rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1])
+            nth = jnp.cumsum(live.astype(jnp.int32)) - 1
+            ring = ring.at[jnp.where(live, ring_first + nth, ring.shape[0])].set(entries, mode="drop")
+            return pools.at[pool, RING_HEAD].set(0).at[pool, RING_TAIL].set(live.sum(dtype=jnp.int32)), ring
+
+        pools, ring = jax.lax.while_loop(crowded, squeeze, (state.pools, state.ring))
+        laps = pools[pool, RING_HEAD] // capacity * capacity
+        pools = pools.at[pool, RING_HEAD].add(-laps).at[pool, RING_TAIL].add(-laps)
+        state = state._replace(pools=pools, ring=ring)
+    return state

@@ -1,0 +1,283 @@
+"""The command line: `hybrid-kv generate`, `hybrid-kv replay`, `hybrid-kv describe`.
+
+Exit codes: 0 done; 1 the engine did wrong (a replay that does not verify); 2 the user can put it right, one
+line on stderr says how; 130 interrupted.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_kv.errors import UserError
+from hybrid_kv.sharding import MeshSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hybrid_kv.runtime.engine import CacheOptions, Engine
+
+# The cache options that every command takes: flag, type, what it says.
+CACHE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
+    ("--hash-unit", int, "tokens a prefix is hashed and matched in"),
+    ("--rows-per-rank", int, "MLA rows of a block that one dcp rank holds"),
+    ("--interleave", int, "neighbouring tokens that stay on one dcp rank"),
+    ("--attention-blocks", int, "blocks of the attention pool"),
+    ("--state-slots", int, "slots of the recurrent-state pool"),
+    ("--max-requests", int, "requests that can be live at once"),
+    ("--max-context", int, "longest prompt + answer, in tokens"),
+    ("--token-budget", int, "tokens one step computes at most"),
+)
+LIST_FLAGS = (
+    ("--ladder", "coarser grids, in tokens, that also get a checkpoint"),
+    ("--token-buckets", "step sizes, in tokens, compiled besides the decode step"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; argparse's own errors raise SystemExit(2)."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has left; stdout must not be flushed again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except UserError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename or 'file'}: {error.strerror or error}")
+
+
+def token_list(text: str, field: str = "prompt tokens") -> list[int]:
+    """Numbers of "1,2,3"; raises UserError naming `field` if it is anything else."""
+    try:
+        tokens = [int(token) for token in text.split(",")]
+    except ValueError:
+        raise UserError(field, text, "give integers with commas between, such as 1,2,3") from None
+    return _checked(tokens, field)
+
+
+def prompt_file(path: Path) -> list[list[int]]:
+    """Prompts of a JSON file with a list of tokens or a list of such lists; raises UserError otherwise."""
+    fix = "the file must hold a JSON list of token numbers, or a list of such lists"
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError("prompt file", str(path), f"must be a readable file ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError("prompt file", str(path), f"{fix} ({error})") from None
+    if not isinstance(content, list) or not content:
+        raise UserError("prompt file", str(path), fix)
+    prompts = content if all(isinstance(prompt, list) for prompt in content) else [content]
+    return [_checked(prompt, f"prompt file {path}") for prompt in prompts]
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Prints the tokens of each answer on a line of its own."""
+    if options.prompt_file is not None:
+        prompts = prompt_file(options.prompt_file)
+    else:
+        prompts = [token_list(options.prompt_tokens)]
+    if options.stream and len(prompts) > 1:
+        raise UserError("stream", f"{len(prompts)} prompts", "stream one prompt at a time")
+    engine = _engine(options)
+    from hybrid_kv.runtime.engine import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_tokens=tuple(token_list(options.stop_tokens, "stop tokens")) if options.stop_tokens else (),
+        ignore_stop=options.ignore_stop,
+    )
+    if options.stream:
+        for number, token in enumerate(engine.stream(prompts[0], sampling)):
+            print(f",{token}" if number else token, end="", flush=True)
+        print()
+        return 0
+    for result in engine.generate(prompts, sampling):
+        print(",".join(map(str, result.tokens)))
+    return 0
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Replays a trace; see `hybrid_kv.replay`."""
+    from hybrid_kv.replay.command import ReplayOptions, run_replay
+    from hybrid_kv.replay.contract import ReplayFailure
+    from hybrid_kv.simulate.traces import read_trace
+
+    requests = read_trace(options.trace, options.requests)
+    if options.max_context is None:
+        options.max_context = max(request.prompt_length + len(request.out) for request in requests)
+    _prepare_devices(options)
+    from hybrid_kv.runtime.engine import Engine, SamplingParams
+
+    cache = dataclasses.replace(_cache_options(options), prefix_caching=not options.no_cache)
+
+    def make_engine(prefix_caching: bool) -> "Engine":
+        chosen = dataclasses.replace(cache, prefix_caching=prefix_caching and cache.prefix_caching)
+        return Engine.from_checkpoint(options.checkpoint, mesh=options.mesh, cache=chosen, dtype=options.dtype)
+
+    settings = ReplayOptions(
+        trace=str(options.trace),
+        checkpoint=str(options.checkpoint),
+        mesh=options.mesh,
+        grid=cache.hash_unit,
+        token_budget=cache.token_budget,
+        in_flight=options.in_flight,
+        verify=options.verify,
+        out=options.out,
+        configuration={"dtype": options.dtype, **dataclasses.asdict(cache)},
+    )
+    try:
+        return run_replay(
+            settings,
+            requests,
+            make_engine,
+            lambda length: SamplingParams(max_tokens=length, temperature=0.0, ignore_stop=True),
+            _console(),
+        )
+    except ReplayFailure as failure:
+        print(f"FAILED: {failure}", file=sys.stderr)
+        return 1
+
+
+def describe(options: argparse.Namespace) -> int:
+    """Prints the geometry of the cache groups, their sharding map and the memory per chip."""
+    # From config.json alone: no weights, no devices, so a mesh of a pod can be looked at on a laptop.
+    _check_checkpoint(options.checkpoint)
+    from hybrid_kv.models.checkpoint_io import load_config
+    from hybrid_kv.planning import plan_cache
+    from hybrid_kv.runtime.engine import cache_shape
+
+    shape = cache_shape(load_config(options.checkpoint), options.dtype)
+    print(plan_cache(shape, _cache_options(options), MeshSpec.parse(options.mesh)).report())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybrid-kv", description=__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("generate", help="answer prompts given as token numbers")
+    _add_model_flags(command)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt-tokens", metavar="1,2,3")
+    source.add_argument("--prompt-file", type=Path, help="a JSON list of tokens, or a list of such lists")
+    command.add_argument("--max-tokens", type=int, default=16)
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    command.add_argument("--top-k", type=int, default=0, help="0 keeps all")
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--stop-tokens", metavar="1,2,3", help="beside those of the checkpoint")
+    command.add_argument("--ignore-stop", action="store_true", help="always generate --max-tokens")
+    command.add_argument("--stream", action="store_true", help="print tokens as they come")
+    command.set_defaults(command=generate)
+
+    command = commands.add_parser("replay", help="serve a token trace, report hits, verify answers")
+    _add_model_flags(command)
+    command.add_argument("--trace", type=Path, required=True, help=".jsonl or .jsonl.gz token trace")
+    command.add_argument("--requests", type=int, help="only the first so many (all)")
+    command.add_argument("--in-flight", type=int, default=8, help="requests kept live (%(default)s)")
+    command.add_argument("--no-cache", action="store_true", help="serve without prefix caching")
+    command.add_argument("--verify", action="store_true", help="compare with the run without the cache")
+    command.add_argument("--out", type=Path, help="folder for report.json and report.png")
+    command.set_defaults(command=replay)
+
+    command = commands.add_parser("describe", help="geometry, sharding map and memory per chip")
+    _add_model_flags(command)
+    command.set_defaults(command=describe)
+    return parser
+
+
+def _add_model_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--checkpoint", type=Path, required=True, help="folder with config.json and weights")
+    command.add_argument("--mesh", default="model=1", help='such as "model=2,dcp=4" (%(default)s)')
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and MLA rows")
+    for flag, kind, text in CACHE_FLAGS:
+        command.add_argument(flag, type=kind, help=text)
+    for flag, text in LIST_FLAGS:
+        command.add_argument(flag, metavar="512,2048", help=text)
+
+
+def _prepare_devices(options: argparse.Namespace) -> None:
+    """Checks mesh and checkpoint, then lets a CPU stand in for the devices of the mesh."""
+    devices = MeshSpec.parse(options.mesh).devices
+    _check_checkpoint(options.checkpoint)
+    flags = os.environ.get("XLA_FLAGS", "")
+    # JAX reads this when it makes its CPU devices, which importing it does not do; accelerators do not care.
+    # A user's own setting stays.
+    if devices > 1 and "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+
+
+def _check_checkpoint(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UserError("checkpoint", str(folder), "give a folder with config.json and weights")
+
+
+def _engine(options: argparse.Namespace) -> "Engine":
+    _prepare_devices(options)
+    from hybrid_kv.runtime.engine import Engine
+
+    return Engine.from_checkpoint(
+        options.checkpoint, mesh=options.mesh, cache=_cache_options(options), dtype=options.dtype
+    )
+
+
+def _cache_options(options: argparse.Namespace) -> "CacheOptions":
+    """The flags that were given; the others keep the library's defaults."""
+    from hybrid_kv.runtime.engine import CacheOptions
+
+    names = [_option_name(flag) for flag, _, _ in CACHE_FLAGS]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    for name in map(_option_name, (flag for flag, _ in LIST_FLAGS)):
+        if getattr(options, name) is not None:
+            given[name] = tuple(token_list(getattr(options, name), name))
+    return CacheOptions(**given)
+
+
+def _option_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _console() -> "Console":
+    """Plain text: square brackets in messages are no markup, and a log file gets whole table rows."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
+def _checked(tokens: Any, field: str) -> list[int]:
+    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+        raise UserError(field, str(tokens)[:40], "tokens must be integers, 0 or more")
+    if not tokens:
+        raise UserError(field, tokens, "give at least one token")
+    return tokens
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _version() -> str:
+    try:
+        return version("hybrid-kv")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,1 @@
+"""Models that run over the caches: Kimi Linear, its configuration and its checkpoints."""

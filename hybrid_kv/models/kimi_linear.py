@@ -1,0 +1,144 @@
+"""Kimi Linear: embedding, layers of (mixer, feed-forward), head.
+
+The forward pass runs inside one `shard_map` over mesh axes ("data", "model", "dcp") with
+`check_vma=False`: modules see local shards and call collectives themselves. The residual stream is
+replicated over the tensor group ("model", "dcp").
+
+    h = embed[token]
+    h += mixer(RMSNorm(h))        h += ffn(RMSNorm(h))        for each layer
+    logits = lm_head RMSNorm(h)
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from hybrid_kv.models.axes import TENSOR, tensor_rank, tensor_sum
+from hybrid_kv.models.batch import Caches, ModelBatch
+from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.ffn import DenseFfn, MoeFfn
+from hybrid_kv.models.kda import KdaMixer
+from hybrid_kv.models.mla import MlaMixer
+from hybrid_kv.models.norms import RmsNorm, rms_norm
+from hybrid_kv.typing import Array, Float, Int32
+
+
+def _when(flag: Array, body: Callable, carry: tuple) -> tuple:
+    """body(carry) if flag else carry, as a loop of at most one pass.
+
+    XLA updates what a loop carries in place, whereas `lax.cond` copied a whole pool in every layer on
+    the CPU back end.
+    """
+    return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, x: body(x), carry)
+
+
+def _layer(stacked: nnx.Module, index: Int32[Array, ""]) -> nnx.Module:
+    """The module of one layer out of a module whose parameters are stacked over layers."""
+    graph, state = nnx.split(stacked)
+    return nnx.merge(graph, jax.tree.map(lambda x: x[index], state))
+
+
+class KimiLinear(nnx.Module):
+    """The whole model.
+
+    Parameters of equal kind are stacked over layers and one scan over the layers picks from each stack,
+    so every kind of layer is compiled once.
+
+    Args:
+      config: shapes and constants.
+      params: arrays by parameter path (`parameters.inventory`), global or local shards.
+    """
+
+    def __init__(self, config: KimiLinearConfig, params: Mapping[str, Array]) -> None:
+        def group(name: str) -> dict[str, Array]:
+            return {path.split(".")[1]: x for path, x in params.items() if path.startswith(name + ".")}
+
+        self.config = config
+        self.embed = nnx.Param(params["embed"])
+        self.mixer_norm = nnx.Param(params["mixer_norm"])
+        self.ffn_norm = nnx.Param(params["ffn_norm"])
+        self.norm = RmsNorm(params["norm"], config.rms_norm_eps)
+        self.head = nnx.Param(params["head"])
+        if config.kda_layers:
+            self.kda = KdaMixer(config, group("kda"))
+        if config.mla_layers:
+            self.mla = MlaMixer(config, group("mla"))
+        if config.dense_layers:
+            self.dense = DenseFfn(group("dense"))
+        if config.moe_layers:
+            self.moe = MoeFfn(config, group("moe"))
+
+    def __call__(
+        self, batch: ModelBatch, caches: Caches, *, decode_only: bool, interleave: int = 1
+    ) -> tuple[Float[Array, "Q vocab"], Caches]:
+        """One step.
+
+        Args:
+          batch: packed tokens and where their state lives; equal on the whole tensor group.
+          caches: this rank's shard of the pools.
+          decode_only: every row has at most one token, row r's at packed index r (T == R).
+          interleave: tokens of a stripe of the MLA cache.
+
+        Returns:
+          fp32 logits over the whole vocabulary of the tokens in `logits_index`, and the caches.
+        """
+        h, caches = self._layers(self._embed(batch.tokens), batch, caches, decode_only, interleave)
+        h = h[jnp.clip(batch.logits_index, 0, h.shape[0] - 1)]
+        logits = (self.norm(h) @ self.head[...].T).astype(jnp.float32)
+        return jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True), caches
+
+    def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
+        """Rows of the vocabulary-split table; an id outside the vocabulary gives zeros."""
+        table = self.embed[...]
+        local = tokens - tensor_rank() * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        return tensor_sum(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
+
+    def _layers(
+        self, h: Float[Array, "T D"], batch: ModelBatch, caches: Caches, decode_only: bool, interleave: int
+    ) -> tuple[Float[Array, "T D"], Caches]:
+        config = self.config
+        kinds = {
+            "kda": config.kda_layers, "mla": config.mla_layers,
+            "dense": config.dense_layers, "moe": config.moe_layers,
+        }  # fmt: skip
+        has = {kind: jnp.asarray([i in which for i in range(config.layers)]) for kind, which in kinds.items()}
+        # Place of each layer in the stacks and pools of its kind.
+        place = {
+            kind: jnp.asarray(np.cumsum([i in which for i in range(config.layers)]) - 1, jnp.int32)
+            for kind, which in kinds.items()
+        }
+
+        def layer(i, carry):
+            h, caches = carry
+            x = rms_norm(h, self.mixer_norm[...][i], config.rms_norm_eps)
+
+            def kda(carry):
+                at = place["kda"][i]
+                _, states, conv = carry
+                return _layer(self.kda, at)(x, states, conv, at, batch, decode_only=decode_only)
+
+            def mla(carry):
+                at = place["mla"][i]
+                return _layer(self.mla, at)(x, carry[1], at, batch, decode_only=decode_only, interleave=interleave)
+
+            y = jnp.zeros_like(h)
+            mla_pool, kda_pool, conv_pool = caches
+            if config.kda_layers:
+                y, kda_pool, conv_pool = _when(has["kda"][i], kda, (y, kda_pool, conv_pool))
+            if config.mla_layers:
+                y, mla_pool = _when(has["mla"][i], mla, (y, mla_pool))
+            h = h + y
+
+            x = rms_norm(h, self.ffn_norm[...][i], config.rms_norm_eps)
+            y = jnp.zeros_like(h)
+            if config.dense_layers:
+                (y,) = _when(has["dense"][i], lambda _: (_layer(self.dense, place["dense"][i])(x),), (y,))
+            if config.moe_layers:
+                (y,) = _when(has["moe"][i], lambda _: (_layer(self.moe, place["moe"][i])(x),), (y,))
+            return h + y, Caches(mla_pool, kda_pool, conv_pool)
+
+        return jax.lax.fori_loop(0, config.layers, layer, (h, caches))

@@ -1,0 +1,83 @@
+"""MLA mixer over the paged latent cache, absorbed form, with the cache striped over "dcp".
+
+Query, key-up, value-up and output weights are split by heads over the tensor group; the latent
+projection is replicated, and so is the cache over "model". Ranks of one dcp group hold different
+heads and different tokens, so queries are gathered over "dcp", each rank attends to its own tokens
+for all heads of the group, and the partial results return to the ranks that own the heads.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hybrid_kv.models.axes import DCP, tensor_sum
+from hybrid_kv.models.batch import ModelBatch
+from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.norms import rms_norm
+from hybrid_kv.typing import Array, Float, Int32
+from pallas_kernels.mla import merge, mla_attention, mla_write
+
+_PREFILL_TILE = 64
+
+
+class MlaMixer(nnx.Module):
+    """See the module. Weights are [out, in]; `kv_b` packs per head the key rows, then the value rows."""
+
+    def __init__(self, config: KimiLinearConfig, params: dict[str, Array]) -> None:
+        self.config = config
+        self.q = nnx.Param(params["q"])
+        self.kv_a = nnx.Param(params["kv_a"])
+        self.kv_a_norm = nnx.Param(params["kv_a_norm"])
+        self.kv_b = nnx.Param(params["kv_b"])
+        self.out = nnx.Param(params["out"])
+
+    def cache_rows(self, x: Float[Array, "T D"]) -> Float[Array, "T LP"]:
+        """[RMSNorm(latent) | position key] of each token."""
+        latent = self.config.latent_width
+        row = x @ self.kv_a[...].T
+        normed = rms_norm(row[:, :latent], self.kv_a_norm[...], self.config.mla_lora_norm_eps)
+        return jnp.concatenate([normed, row[:, latent:]], axis=1)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        cache: Float[Array, "layers B rows LP"],
+        layer: Int32[Array, ""],
+        batch: ModelBatch,
+        *,
+        decode_only: bool,
+        interleave: int,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "layers B rows LP"]]:
+        """Mixer output and the latent pool with this step's rows."""
+        config = self.config
+        nope, value = config.nope_width, config.value_width
+        kv_b = self.kv_b[...].reshape(-1, nope + value, config.latent_width)
+        q = (x @ self.q[...].T).reshape(x.shape[0], kv_b.shape[0], nope + config.rope_width)
+        q_latent = jnp.einsum("tnd,ndl->tnl", q[..., :nope], kv_b[:, :nope])
+        place: tuple[Any, ...] = (layer, batch.rows, batch.attention.table)
+        stripe: dict[str, Any] = {
+            "shards": jax.lax.axis_size(DCP),
+            "rank": jax.lax.axis_index(DCP),
+            "interleave": interleave,
+        }
+        cache = mla_write(cache, self.cache_rows(x), *place, **stripe)
+        attend = {"scale": config.softmax_scale, "query_tile": 1 if decode_only else _PREFILL_TILE, **stripe}
+        out = _attend(q_latent, q[..., nope:], cache, place, attend)
+        # The next layer writes the pool: it must not be kept alive beyond these reads (see kernels' slots).
+        out, cache = jax.lax.optimization_barrier((out, cache))
+        o = jnp.einsum("tnl,nvl->tnv", out, kv_b[:, nope:])
+        return tensor_sum(o.reshape(x.shape[0], -1) @ self.out[...].T), cache
+
+
+def _attend(q_latent: Array, q_rope: Array, cache: Array, place: tuple, attend: dict) -> Float[Array, "T N L"]:
+    """Attention of the local heads to the whole cache: gather, attend to own tokens, merge, scatter."""
+    if attend["shards"] == 1:
+        return mla_attention(q_latent, q_rope, cache, *place, **attend)[0]
+    latent = q_latent.shape[-1]
+    q = jax.lax.all_gather(jnp.concatenate([q_latent, q_rope], axis=-1), DCP, axis=1, tiled=True)
+    part, lse = mla_attention(q[..., :latent], q[..., latent:], cache, *place, **attend)
+    share, _ = merge.weights(jax.lax.all_gather(lse, DCP))
+    mine = merge.scaled(part, share[attend["rank"]]).astype(q_latent.dtype)
+    return jax.lax.psum_scatter(mine, DCP, scatter_dimension=1, tiled=True)

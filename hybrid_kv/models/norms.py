@@ -1,0 +1,34 @@
+"""Root-mean-square norms."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hybrid_kv.typing import Array, Float
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x^2) + eps) in fp32, rounded to the dtype of x, then times the weight."""
+    xf = x.astype(jnp.float32)
+    xf = xf * jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
+    return xf.astype(x.dtype) * weight.astype(x.dtype)
+
+
+class RmsNorm(nnx.Module):
+    """`rms_norm` with its weight."""
+
+    def __init__(self, weight: Float[Array, "D"], eps: float) -> None:
+        self.weight = nnx.Param(weight)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+def gated_rms_norm(
+    x: Float[Array, "... K"], gate: Float[Array, "... K"], weight: Float[Array, "K"], eps: float
+) -> Float[Array, "... K"]:
+    """RMSNorm(x) * weight * sigmoid(gate) over the last axis, all in fp32."""
+    xf = x.astype(jnp.float32)
+    xf = xf * jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
+    return xf * weight.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))

@@ -1,0 +1,121 @@
+"""StepPlan: the only thing that passes from the scheduler to the device.
+
+Fixed shapes, no optional arrays, block ids local to each pool with 0 as the null target. The device
+and the metadata builder take it literally and decide nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.state import FREE_BLOCKS, CacheState, layout
+from hybrid_kv.schedule.step import schedule
+
+
+class StepPlan(NamedTuple):
+    """One step. R rows in decode-first order; the rows behind `rows` are null rows of length 0.
+
+    rows, decodes, tokens i32   rows in use, how many of them have one token, tokens in all
+    slot       i32[R]           request slot of a row
+    start, length i32[R]        first absolute position and tokens of a row
+    samples    bool[R]          the row reaches the request's last known token
+    tables     tuple i32[R, C]  per append-only group: block ids
+    copies     tuple i32[R, 2]  per append-only group: (source, target) block copied before the step
+    read, write tuple i32[R]    per recurrent group: state read (0: zeros) and state written
+    emit_position i32[R, E]     lengths after which the state is saved (0: none)
+    emit_slot  tuple i32[R, E]  per recurrent group: where
+    admitted   bool[R]          first step of the request since it was (re)admitted
+    hit, junction, reason i32[R]  outcome of the lookup at admission, `Reason`
+    counters   i32[6]           totals of the state, see `cache.state`
+    free       i32[P]           free blocks of every pool
+    preemptions i32[slots]      preemptions of every request slot so far
+    """
+
+    rows: jax.Array
+    decodes: jax.Array
+    tokens: jax.Array
+    slot: jax.Array
+    start: jax.Array
+    length: jax.Array
+    samples: jax.Array
+    tables: tuple[jax.Array, ...]
+    copies: tuple[jax.Array, ...]
+    read: tuple[jax.Array, ...]
+    write: tuple[jax.Array, ...]
+    emit_position: jax.Array
+    emit_slot: tuple[jax.Array, ...]
+    admitted: jax.Array
+    hit: jax.Array
+    junction: jax.Array
+    reason: jax.Array
+    counters: jax.Array
+    free: jax.Array
+    preemptions: jax.Array
+
+
+def plan_step(config: CacheConfig, state: CacheState) -> tuple[CacheState, StepPlan]:
+    """Schedule the next step and spell it out."""
+    state = schedule(config, state)
+    return state, spell_out(config, state)
+
+
+def spell_out(config: CacheConfig, state: CacheState) -> StepPlan:
+    """The plan of the step in flight, read off the state."""
+    fields, geometry = layout(config), config.geometry
+    scheduled = state.requests[:, fields.SCHEDULED]
+    group = jnp.where(scheduled == 0, 2, (scheduled > 1).astype(jnp.int32))
+    slot = jnp.lexsort((state.requests[:, fields.SEQ], group)).astype(jnp.int32)
+    requests = state.requests[slot]
+    length = requests[:, fields.SCHEDULED]
+    live = length > 0
+
+    def local(ids: jax.Array, group: int) -> jax.Array:
+        return jnp.where((ids > 0) & live.reshape((-1,) + (1,) * (ids.ndim - 1)), ids - config.offset(group), 0)
+
+    tables, copies = [], []
+    for position, index in enumerate(geometry.attention):
+        first = config.column_offset[position]
+        table = local(state.tables[slot, first : first + config.columns[position]], index)
+        source = local(requests[:, fields.copy_source][:, position], index)
+        column = requests[:, fields.HIT] // config.group(index).block
+        target = jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1)[:, None], 1)[:, 0]
+        tables.append(table)
+        copies.append(jnp.stack([source, jnp.where(source > 0, target, 0)], -1))
+    read, write, emit_slots = [], [], []
+    emitted = requests[:, fields.emit_slot].reshape(config.max_requests, fields.wanted, fields.recurrent)
+    turn = requests[:, fields.EMIT_TURN]
+    for position, index in enumerate(geometry.recurrent):
+        running = requests[:, fields.running][:, position]
+        hit_state = requests[:, fields.read][:, position]
+        own = jnp.where(requests[:, fields.COMPUTED] > 0, running, 0)
+        read.append(local(jnp.where(hit_state > 0, hit_state, own), index))
+        write.append(local(running, index))
+        turn_slot = jnp.where(turn > 0, requests[:, fields.turn_slot][:, position], 0)
+        emit_slots.append(local(jnp.concatenate([emitted[:, :, position], turn_slot[:, None]], 1), index))
+    positions = jnp.concatenate([requests[:, fields.emit_position], turn[:, None]], 1)
+    return StepPlan(
+        rows=live.sum(dtype=jnp.int32),
+        decodes=(length == 1).sum(dtype=jnp.int32),
+        tokens=length.sum(dtype=jnp.int32),
+        slot=slot,
+        start=requests[:, fields.COMPUTED],
+        length=length,
+        samples=live & (requests[:, fields.COMPUTED] + length == requests[:, fields.KNOWN]),
+        tables=tuple(tables),
+        copies=tuple(copies),
+        read=tuple(read),
+        write=tuple(write),
+        emit_position=jnp.where(live[:, None], positions, 0),
+        emit_slot=tuple(emit_slots),
+        admitted=live & (requests[:, fields.ADMITTED] > 0),
+        hit=requests[:, fields.HIT],
+        junction=requests[:, fields.JUNCTION],
+        reason=requests[:, fields.REASON],
+        counters=state.counters,
+        free=state.pools[:, FREE_BLOCKS],
+        preemptions=state.requests[:, fields.PREEMPTIONS],
+    )

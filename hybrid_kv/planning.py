@@ -1,0 +1,198 @@
+"""From a model's layers and the options to groups, pools and bytes.
+
+One pool per row shape: MLA rows and recurrent states never share pages, so a state does not pad an
+attention block and a block does not pad a state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jax.sharding import PartitionSpec as P
+
+from hybrid_kv.cache.config import CacheConfig, Placement
+from hybrid_kv.errors import UserError
+from hybrid_kv.geometry import GroupKind, GroupSpec, SystemGeometry, resolve
+from hybrid_kv.sharding import TENSOR, ArraySharding, MeshSpec, ShardingMap, ownership_rule
+
+_DEFAULT_CONTEXT = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheOptions:
+    """What a user may say about cache and scheduler; None lets the planner choose.
+
+    prefix_caching: reuse prefixes. hash_unit: tokens prefixes are matched in. rows_per_rank: MLA rows
+    of a block that one dcp rank holds (None: a block is one hash unit if dcp and interleave divide
+    it, else one unit per rank). interleave: neighbouring tokens on one rank. attention_blocks,
+    state_slots: sizes of the two pools without their null entry (None: every request slot filled to
+    max_context; eight states a request slot). max_requests: request slots. max_context: tokens of a
+    prompt and its answer (None: the model's, at most 8192). token_budget: tokens of a step.
+    chunk_limit: tokens of a prefill chunk (None: the budget). token_buckets: step sizes compiled
+    besides the decode step (None: budget / 4 and the budget).
+    tail, turn_end, junction, ladder: where recurrent states are kept, see `Placement`.
+    """
+
+    prefix_caching: bool = True
+    hash_unit: int = 64
+    rows_per_rank: int | None = None
+    interleave: int = 1
+    attention_blocks: int | None = None
+    state_slots: int | None = None
+    max_requests: int = 16
+    max_context: int | None = None
+    token_budget: int = 1024
+    chunk_limit: int | None = None
+    token_buckets: tuple[int, ...] | None = None
+    tail: bool = True
+    turn_end: bool = True
+    junction: bool = True
+    ladder: tuple[int, ...] = (512, 2048, 8192)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise UserError(field.name, value, "use at least 1")
+        for bucket in self.token_buckets or ():
+            if bucket < 1:
+                raise UserError("token_buckets", bucket, "use at least 1 token")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheShape:
+    """What the planner has to know of a model's cache.
+
+    mla_layers, recurrent_layers: indices. latent, position: widths of an MLA row. heads, key, value:
+    of a recurrent state. taps: convolution width. Item sizes in bytes.
+    """
+
+    mla_layers: tuple[int, ...]
+    recurrent_layers: tuple[int, ...]
+    latent: int
+    position: int
+    heads: int
+    key: int
+    value: int
+    taps: int
+    max_context: int
+    row_itemsize: int
+    conv_itemsize: int
+    state_itemsize: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """A cache that fits together: static configuration, sharding map and step sizes."""
+
+    config: CacheConfig
+    mesh: MeshSpec
+    sharding: ShardingMap
+    buckets: tuple[int, ...]
+
+    def report(self) -> str:
+        """Geometry, sharding map and pool sizes as text."""
+        geometry = self.config.geometry
+        pools = [
+            f"pool of {group.name}: {self.config.pool_blocks[self.config.group_pool[i]] - 1} "
+            + ("states" if i in geometry.recurrent else f"blocks of {group.block} tokens")
+            for i, group in enumerate(geometry.groups)
+        ]
+        steps = f"steps of {self.config.max_requests} (decode), {', '.join(map(str, self.buckets))} tokens"
+        total = f"caches take {self.sharding.local_bytes / 2**20:.2f} MiB per device"
+        return "\n".join([geometry.table(), "", self.sharding.table(), "", *pools, steps, total])
+
+
+def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> CachePlan:
+    """Derive groups, pools and the sharding map; refuses what cannot work, naming the field."""
+    if mesh.data > 1:
+        raise UserError("mesh.data", mesh.data, "one engine serves one replica: use data=1 and an engine per replica")
+    geometry = _geometry(shape, options, mesh.dcp)
+    context = options.max_context or min(shape.max_context, _DEFAULT_CONTEXT)
+    if context > shape.max_context:
+        raise UserError("max_context", context, f"the model reaches {shape.max_context} tokens")
+    blocks, pools = [], []
+    for index, group in enumerate(geometry.groups):
+        if index in geometry.attention:
+            blocks.append(1 + (options.attention_blocks or options.max_requests * group.columns(context)))
+        else:
+            blocks.append(1 + (options.state_slots or options.max_requests * 8))
+        pools.append(index)
+    budget = options.token_budget
+    config = CacheConfig(
+        geometry=geometry,
+        pool_blocks=tuple(blocks),
+        group_pool=tuple(pools),
+        max_requests=options.max_requests,
+        max_context=context,
+        token_budget=budget,
+        chunk_limit=min(options.chunk_limit or budget, budget),
+        max_prefills=options.max_requests,
+        placement=Placement(
+            tail=options.tail,
+            turn_end=options.turn_end,
+            junction=options.junction,
+            ladder=tuple(grid for grid in options.ladder if grid <= context),
+        ),
+        prefix_caching=options.prefix_caching,
+    )
+    chosen = options.token_buckets or (max(budget // 4, 1), budget)
+    buckets = tuple(sorted({bucket for bucket in chosen if bucket < budget} | {budget}))
+    return CachePlan(config, mesh, _sharding(shape, config, mesh), buckets)
+
+
+def _geometry(shape: CacheShape, options: CacheOptions, dcp: int) -> SystemGeometry:
+    unit, specs = options.hash_unit, []
+    if shape.mla_layers:
+        width = (shape.latent + shape.position) * shape.row_itemsize
+        rows = options.rows_per_rank or (unit // dcp if unit % (dcp * options.interleave) == 0 else unit)
+        specs.append(GroupSpec("mla", GroupKind.MLA, rows, shape.mla_layers, width))
+    if shape.recurrent_layers:
+        state = shape.heads * shape.key * shape.value * shape.state_itemsize
+        conv = shape.heads * (2 * shape.key + shape.value) * (shape.taps - 1) * shape.conv_itemsize
+        specs.append(GroupSpec("kda", GroupKind.RECURRENT, unit, shape.recurrent_layers, state + conv))
+    return resolve(specs, dcp=dcp, interleave=options.interleave, hash_unit=unit)
+
+
+def _sharding(shape: CacheShape, config: CacheConfig, mesh: MeshSpec) -> ShardingMap:
+    """The pools as device arrays. A model without layers of a kind keeps a null pool of one block."""
+    geometry, arrays = config.geometry, []
+    mla = geometry.attention[0] if geometry.attention else None
+    kda = geometry.recurrent[0] if geometry.recurrent else None
+    blocks = config.pool_blocks[config.group_pool[mla]] if mla is not None else 1
+    rows = geometry.groups[mla].block if mla is not None else mesh.dcp
+    slots = config.pool_blocks[config.group_pool[kda]] if kda is not None else 1
+    arrays.append(
+        ArraySharding(
+            name="mla",
+            shape=(len(shape.mla_layers), blocks, rows, shape.latent + shape.position),
+            axes=("layer", "block", "row", "latent+position"),
+            spec=P(None, None, "dcp", None),
+            itemsize=shape.row_itemsize,
+            rule=ownership_rule(geometry, mla) if mla is not None else "",
+        )
+    )
+    arrays.append(
+        ArraySharding(
+            name="kda",
+            shape=(len(shape.recurrent_layers), slots, shape.heads, shape.key, shape.value),
+            axes=("layer", "slot", "head", "key", "value"),
+            spec=P(None, None, TENSOR, None, None),
+            itemsize=shape.state_itemsize,
+            rule=ownership_rule(geometry, kda) if kda is not None else "",
+        )
+    )
+    arrays.append(
+        ArraySharding(
+            name="conv",
+            shape=(len(shape.recurrent_layers), slots, shape.taps - 1, shape.heads * (2 * shape.key + shape.value)),
+            axes=("layer", "slot", "tap", "head*qkv"),
+            spec=P(None, None, None, TENSOR),
+            itemsize=shape.conv_itemsize,
+            rule="last inputs before the convolution",
+        )
+    )
+    if math.prod(arrays[1].shape) and shape.heads % mesh.tensor:
+        raise UserError("mesh", str(mesh), f"model x dcp must divide the {shape.heads} heads")
+    return ShardingMap(mesh, tuple(arrays))

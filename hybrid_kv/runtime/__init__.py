@@ -1,0 +1,1 @@
+"""From plans to devices: layout, metadata, model step, sampler, engine."""

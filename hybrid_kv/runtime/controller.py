@@ -1,0 +1,102 @@
+"""The scheduler's side of an engine: the cache state and its compiled transitions on the host CPU.
+
+Every transition consumes the state it is given and keeps the one it returns, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from hybrid_kv.cache import transitions
+from hybrid_kv.cache.check import check
+from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.state import FREE_BLOCKS, PLACES, REF, initial_state
+from hybrid_kv.cache.transitions import Outcome
+from hybrid_kv.hashing import KEY_WORDS
+from hybrid_kv.plan import StepPlan, plan_step
+
+
+@functools.cache
+def _compiled(config: CacheConfig):
+    # Transitions are thousands of small operations: optimising their machine code was measured to change
+    # no run time and to make compilation a third longer.
+    options = {"xla_backend_optimization_level": 1}
+
+    def jit(transition):
+        return jax.jit(functools.partial(transition, config), donate_argnums=0, compiler_options=options)
+
+    return {
+        "arrive": jit(transitions.arrive),
+        "plan": jit(plan_step),
+        "commit": jit(transitions.commit),
+        "withdraw": jit(transitions.withdraw),
+        "abort": jit(transitions.abort),
+        "reset": jit(transitions.reset),
+    }
+
+
+class Controller:
+    """Holds the state of one cache; methods are the transitions of `cache.transitions`."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.device = jax.local_devices(backend="cpu")[0]
+        self.state = jax.device_put(initial_state(config), self.device)
+        self._jit = _compiled(config)
+
+    def arrive(self, prompt_length: int, flags: int, keys: np.ndarray) -> None:
+        """Queue a request in the lowest free slot; the caller knows that one is free."""
+        self.state, _ = self._jit["arrive"](self.state, np.int32(prompt_length), np.int32(flags), keys)
+
+    def plan(self) -> StepPlan:
+        """Schedule a step; the plan is on the host."""
+        self.state, plan = self._jit["plan"](self.state)
+        return jax.device_get(plan)
+
+    def commit(self, outcome: Outcome) -> None:
+        self.state = self._jit["commit"](self.state, outcome)
+
+    def withdraw(self) -> None:
+        self.state = self._jit["withdraw"](self.state)
+
+    def abort(self, slot: int) -> None:
+        self.state = self._jit["abort"](self.state, np.int32(slot))
+
+    def reset(self) -> bool:
+        """Forget all cached content; False, and nothing forgotten, while requests run."""
+        self.state, done = self._jit["reset"](self.state)
+        return bool(done)
+
+    def no_outcome(self) -> Outcome:
+        """An outcome in which nothing was produced and nobody finished."""
+        slots = self.config.max_requests
+        keys = np.zeros((slots, transitions.keys_per_append(self.config), KEY_WORDS), np.uint32)
+        return Outcome(np.zeros(slots, np.int32), np.zeros(slots, bool), keys)
+
+    def warm_up(self) -> StepPlan:
+        """Compile every transition without changing what is cached; returns an empty plan."""
+        plan = self.plan()
+        self.commit(self.no_outcome())
+        self.withdraw()
+        self.arrive(1, 0, np.zeros((self.config.units, KEY_WORDS), np.uint32))
+        self.abort(0)
+        self.reset()
+        return plan
+
+    def pools(self) -> dict[str, tuple[int, int, int, int]]:
+        """Per pool: blocks in use, cached, free without content, in all (null block left out)."""
+        blocks, pools = np.asarray(self.state.blocks), np.asarray(self.state.pools)
+        counts = {}
+        for pool, (first, count) in enumerate(zip(self.config.pool_offset, self.config.pool_blocks, strict=True)):
+            names = [g.name for i, g in enumerate(self.config.geometry.groups) if self.config.group_pool[i] == pool]
+            rows = blocks[first + 1 : first + count]
+            cached = int(((rows[:, REF] == 0) & (rows[:, PLACES:] > 0).any(1)).sum())
+            free = int(pools[pool, FREE_BLOCKS])
+            counts["+".join(names)] = (count - 1 - free, cached, free - cached, count - 1)
+        return counts
+
+    def check(self) -> list[str]:
+        return check(self.config, self.state)

@@ -1,0 +1,125 @@
+"""The device side of an engine: caches on the mesh and the compiled model step.
+
+A step is one `jit` around one `shard_map`; the caches are donated and keep their sharding. All inputs
+travel as one int32 vector, since a transfer costs per array and device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hybrid_kv.models.batch import Caches
+from hybrid_kv.runtime.metadata import StepInputs
+from hybrid_kv.runtime.sampler import sample
+from hybrid_kv.sharding import ShardingMap
+from pallas_kernels.paged.api import copy_blocks
+
+
+class Packing(NamedTuple):
+    """How a pytree of int32 and float32 arrays lies in one int32 vector."""
+
+    tree: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+
+def pack(inputs: StepInputs) -> tuple[np.ndarray, Packing]:
+    """One int32 vector and how to read it."""
+    leaves, tree = jax.tree.flatten(inputs)
+    leaves = [np.asarray(leaf) for leaf in leaves]
+    flat = np.concatenate([np.ascontiguousarray(leaf).reshape(-1).view(np.int32) for leaf in leaves])
+    return flat, Packing(tree, tuple(leaf.shape for leaf in leaves), tuple(str(leaf.dtype) for leaf in leaves))
+
+
+def unpack(flat: jax.Array, packing: Packing) -> StepInputs:
+    """The arrays of a packed vector, inside a compiled step."""
+    leaves, at = [], 0
+    for shape, dtype in zip(packing.shapes, packing.dtypes, strict=True):
+        size = int(np.prod(shape))
+        part = flat[at : at + size].reshape(shape)
+        leaves.append(jax.lax.bitcast_convert_type(part, jnp.float32) if dtype == "float32" else part)
+        at += size
+    return jax.tree.unflatten(packing.tree, leaves)
+
+
+class DeviceStep:
+    """Caches and compiled steps of one model on one mesh. `run` consumes and replaces the caches.
+
+    build: makes the model from (local shards of) its parameters. params: placed on the mesh.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Mapping[str, jax.Array]], nnx.Module],
+        params: Mapping[str, jax.Array],
+        mesh: Mesh,
+        sharding: ShardingMap,
+        dtypes: Mapping[str, Any],
+        interleave: int,
+    ) -> None:
+        self.mesh, self.sharding, self.interleave = mesh, sharding, interleave
+        self.build, self.params = build, dict(params)
+        self.param_specs = {name: array.sharding.spec for name, array in self.params.items()}
+        self.cache_specs = Caches(*(sharding[name].spec for name in Caches._fields))
+        self.caches = Caches(
+            *(
+                jax.jit(
+                    functools.partial(jnp.zeros, sharding[name].shape, dtypes[name]),
+                    out_shardings=sharding[name].sharding(mesh),
+                )()
+                for name in Caches._fields
+            )
+        )
+        self.replicated = NamedSharding(mesh, P())
+        self._steps: dict[tuple, Any] = {}
+
+    def run(
+        self, inputs: StepInputs, last: np.ndarray, *, decode_only: bool, all_logits: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run one step: (tokens i32[R], logits).
+
+        last: packed index of every row's last token, where its next token is sampled. Logits are
+        [T, vocabulary] with all_logits, else [R, vocabulary] of the last tokens.
+        """
+        flat, packing = pack(inputs)
+        key = (packing, decode_only, all_logits)
+        if key not in self._steps:
+            self._steps[key] = self._compile(packing, decode_only, all_logits)
+        flat = jax.device_put(np.concatenate([flat, last.astype(np.int32)]), self.replicated)
+        tokens, logits, self.caches = self._steps[key](self.params, self.caches, flat)
+        return tokens, logits
+
+    def _compile(self, packing: Packing, decode_only: bool, all_logits: bool):
+        rows = packing.shapes[-1][0]
+
+        def local(params, caches: Caches, flat):
+            inputs = unpack(flat[:-rows], packing)
+            mla = copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1])
+            model = self.build(params)
+            return model(inputs.batch, caches._replace(mla=mla), decode_only=decode_only, interleave=self.interleave)
+
+        def step(params, caches, flat):
+            spread = jax.shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=(self.param_specs, self.cache_specs, P()),
+                out_specs=(P(), self.cache_specs),
+                check_vma=False,
+            )
+            logits, caches = spread(params, caches, flat)
+            last = flat[-rows:]
+            wanted = logits[last] if all_logits else logits
+            tokens = sample(wanted, unpack(flat[:-rows], packing).sampling)
+            return tokens, logits, caches
+
+        shardings = Caches(*(NamedSharding(self.mesh, spec) for spec in self.cache_specs))
+        return jax.jit(step, donate_argnums=1, out_shardings=(self.replicated, self.replicated, shardings))

@@ -1,0 +1,360 @@
+"""The engine: requests in, tokens out, through the functional cache on a sharded mesh.
+
+One step is: queue arrivals, plan, run the plan on the devices, sample, commit. All decisions are the
+scheduler's; the engine only carries tokens between the host, the plan and the devices.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from hybrid_kv.cache.lookup import SKIP_READ
+from hybrid_kv.cache.reasons import Reason
+from hybrid_kv.cache.state import EVICTED, PREEMPTED, SKIPPED_STATES
+from hybrid_kv.errors import UserError
+from hybrid_kv.models.checkpoint_io import load, load_config
+from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.kimi_linear import KimiLinear
+from hybrid_kv.models.parameters import check_mesh
+from hybrid_kv.plan import StepPlan
+from hybrid_kv.planning import CacheOptions, CachePlan, CacheShape, plan_cache
+from hybrid_kv.runtime import metadata
+from hybrid_kv.runtime.compilations import compilations
+from hybrid_kv.runtime.controller import Controller
+from hybrid_kv.runtime.device import DeviceStep
+from hybrid_kv.runtime.requests import Prompt, Request, RequestResult, SamplingParams, StepOutput
+from hybrid_kv.sharding import AXES, MeshSpec
+
+__all__ = ["CacheOptions", "Engine", "EngineStats", "RequestResult", "SamplingParams", "StepOutput"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was made.
+
+    tokens_prefilled: prompt (or resumed) tokens computed. tokens_saved: served from the cache at
+    first admission. checkpoints: states saved. skipped_checkpoints: wanted, but no slot was free.
+    pools: per pool (in use, cached, free, total).
+    """
+
+    steps: int
+    tokens_prefilled: int
+    tokens_saved: int
+    checkpoints: int
+    skipped_checkpoints: int
+    evictions: int
+    preemptions: int
+    compilations_after_warm_up: int
+    pools: dict[str, tuple[int, int, int, int]]
+
+
+def cache_shape(model: KimiLinearConfig, dtype: str) -> CacheShape:
+    """What the planner has to know of a model."""
+    itemsize = jnp.dtype(dtype).itemsize
+    return CacheShape(
+        mla_layers=model.mla_layers,
+        recurrent_layers=model.kda_layers,
+        latent=model.latent_width,
+        position=model.rope_width,
+        heads=model.kda_heads,
+        key=model.kda_head_dim,
+        value=model.kda_head_dim,
+        taps=model.conv_width,
+        max_context=model.context_length,
+        row_itemsize=itemsize,
+        conv_itemsize=itemsize,
+    )
+
+
+class Engine:
+    """Serves one model replica. Not thread safe: one caller steps it."""
+
+    def __init__(
+        self, model: KimiLinearConfig, params: Mapping[str, jax.Array], plan: CachePlan, mesh: Mesh, dtype: str
+    ) -> None:
+        config = plan.config
+        self.plan, self.config, self.vocab_size = plan, config, model.vocab_size
+        self._stops = frozenset(model.eos_token_ids)
+        dtypes = {"mla": dtype, "kda": "float32", "conv": dtype}
+        self._controller = Controller(config)
+        interleave = config.geometry.groups[config.geometry.attention[0]].interleave if config.geometry.attention else 1
+        self._device = DeviceStep(functools.partial(KimiLinear, model), params, mesh, plan.sharding, dtypes, interleave)
+        self._slots: list[Request | None] = [None] * config.max_requests
+        self._queue: collections.deque[Request] = collections.deque()
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        self._steps = self._prefilled = self._saved = self._checkpoints = 0
+        self._counters = np.zeros(8, np.int64)
+        self._compiled_late = 0
+        self._warm = False
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        mesh: str | MeshSpec | Mesh = "",
+        cache: CacheOptions | None = None,
+        dtype: str = "float32",
+    ) -> Engine:
+        """Load a Kimi Linear checkpoint folder (config.json and safetensors) onto a mesh.
+
+        mesh: `model=2,dcp=4`, a `MeshSpec`, or a jax Mesh with axes data, model, dcp.
+        dtype: of weights, activations and MLA rows; recurrent states stay float32.
+        Raises UserError for anything a user can put right.
+        """
+        sizes = MeshSpec.of(mesh) if isinstance(mesh, Mesh) else MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        folder = Path(path)
+        model = load_config(folder)
+        if dtype not in ("float32", "bfloat16"):
+            raise UserError("dtype", dtype, "use float32 or bfloat16")
+        check_mesh(model, {axis: getattr(sizes, axis) for axis in AXES})
+        plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes)
+        built = mesh if isinstance(mesh, Mesh) else sizes.build()
+        return cls(model, load(folder, model, built, jnp.dtype(dtype)), plan, built, dtype)
+
+    # Requests
+
+    def add_request(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, skip_cache_read: bool = False
+    ) -> int:
+        """Queue a prompt; returns its id. A bad one raises UserError and disturbs nobody.
+
+        skip_cache_read: compute the whole prompt; what it computes is still cached.
+        """
+        return self._enqueue(prompt, sampling or SamplingParams(), skip_cache_read, wants_logits=False)
+
+    def abort(self, request_id: int) -> None:
+        """End a request at any moment; its blocks are free at once."""
+        request = self._known(request_id)
+        if request.finish_reason:
+            return
+        request.finish_reason = "aborted"
+        if request in self._queue:
+            self._queue.remove(request)
+        else:
+            slot = self._slots.index(request)
+            self._controller.abort(slot)
+            self._slots[slot] = None
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Low token ids up to the last special one, which made-up prompts should avoid (0: specials lie high)."""
+        low = max(self._stops, default=-1) + 1
+        return low if low <= self.vocab_size // 2 else 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is queued or live."""
+        return bool(self._queue) or any(self._slots)
+
+    def result(self, request_id: int) -> RequestResult:
+        """A request as it stands."""
+        return self._known(request_id).result()
+
+    def forget(self, request_id: int) -> None:
+        """Drop the record of an ended request."""
+        if self._known(request_id).finish_reason:
+            del self._requests[request_id]
+
+    # Steps
+
+    def warm_up(self, score: bool = False) -> None:
+        """Compile every step size, and the scoring steps too if asked; afterwards nothing compiles."""
+        compilations()
+        null = metadata.null_plan(self.config, self._controller.warm_up())
+        for tokens in (self.config.max_requests, *self.plan.buckets):
+            for all_logits in (False, True) if score else (False,):
+                decode_only = tokens == self.config.max_requests
+                self._launch(null, tokens, decode_only and not all_logits, all_logits)
+        self._warm = True
+
+    def step(self) -> list[StepOutput]:
+        """Run one step of whatever is live; returns what requests gained."""
+        before = compilations()
+        self._admit()
+        plan = self._controller.plan()
+        if not plan.rows:
+            self._controller.withdraw()
+            if self.has_work:
+                raise RuntimeError("the scheduler found nothing to run although requests are live")
+            return []
+        tokens, decode_only = metadata.bucket_of(plan, self.plan.buckets)
+        rows = [self._slots[slot] for slot in plan.slot[: int(plan.rows)]]
+        scoring = any(request is not None and request.wants_logits for request in rows)
+        sampled, logits = self._launch(plan, tokens, decode_only and not scoring, scoring)
+        outputs = self._settle(plan, sampled, logits if scoring else None)
+        self._compiled_late += (compilations() - before) if self._warm else 0
+        return outputs
+
+    def _launch(self, plan: StepPlan, tokens: int, decode_only: bool, all_logits: bool):
+        inputs, last = metadata.build(self.config, plan, self._slots, tokens, all_logits)
+        return self._device.run(inputs, last, decode_only=decode_only, all_logits=all_logits)
+
+    def _admit(self) -> None:
+        """Move queued requests into free slots, lowest slot first, as the `arrive` transition does."""
+        while self._queue and None in self._slots:
+            request = self._queue.popleft()
+            self._slots[self._slots.index(None)] = request
+            flags = SKIP_READ if request.skip_cache_read else 0
+            self._controller.arrive(request.prompt_length, flags, request.prompt_keys(self.config.units))
+
+    def _settle(self, plan: StepPlan, sampled: Any, logits: Any) -> list[StepOutput]:
+        """Book a step that ran: tokens, ends, statistics; then commit it."""
+        outcome = self._controller.no_outcome()
+        tokens, outputs, ended = np.asarray(sampled), [], []
+        scores = None if logits is None else np.asarray(logits)
+        offset = np.cumsum(plan.length) - plan.length
+        for row in range(int(plan.rows)):
+            slot = int(plan.slot[row])
+            request = self._slots[slot]
+            assert request is not None
+            self._record(plan, row, request, int(plan.preemptions[slot]))
+            if scores is not None and request.wants_logits:
+                request.logits.append(scores[offset[row] : offset[row] + plan.length[row]])
+            if not plan.samples[row]:
+                continue
+            token = int(tokens[row])
+            keys = request.append(token)
+            outcome.produced[slot] = 1
+            outcome.unit_keys[slot, : len(keys)] = keys
+            request.finish_reason = request.end_after(token)
+            if request.finish_reason:
+                outcome.finished[slot] = True
+                ended.append(slot)
+                if request.turn_end:
+                    request.checkpoints.append(request.turn_end)
+                    self._checkpoints += 1
+            outputs.append(StepOutput(request.id, (token,), bool(request.finish_reason)))
+        self._controller.commit(outcome)
+        for slot in ended:
+            self._slots[slot] = None
+        self._steps += 1
+        self._counters[: len(plan.counters)] = plan.counters
+        return outputs
+
+    def _record(self, plan: StepPlan, row: int, request: Request, preemptions: int) -> None:
+        start, length = int(plan.start[row]), int(plan.length[row])
+        request.preemptions = preemptions
+        if plan.admitted[row] and request.hit < 0:
+            request.hit, request.reason = int(plan.hit[row]), Reason(int(plan.reason[row]))
+            self._saved += request.hit
+        if start < request.prompt_length or length > 1:
+            request.chunks.append(start + length)
+            self._prefilled += length
+        *emitted, turn = (int(p) for p in plan.emit_position[row])
+        saved = [position for position in emitted if position]
+        request.checkpoints.extend(saved)
+        self._checkpoints += len(saved)
+        request.turn_end = turn or request.turn_end
+
+    # Conveniences
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None) -> list[RequestResult]:
+        """Answer a batch of prompts; results in their order. All are checked before any is queued."""
+        params = sampling or SamplingParams()
+        for prompt in prompts:
+            self._checked(prompt, params)
+        ids = [self.add_request(prompt, params) for prompt in prompts]
+        while not all(self._requests[i].finish_reason for i in ids):
+            self.step()
+        return [self.result(i) for i in ids]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
+        """Tokens of one answer as they come; closing the iterator early aborts the request."""
+        request_id = self.add_request(prompt, sampling)
+        try:
+            while not self._requests[request_id].finish_reason:
+                for output in self.step():
+                    if output.request_id == request_id:
+                        yield from output.tokens
+        finally:
+            self.abort(request_id)
+
+    def score(self, tokens: Prompt) -> np.ndarray:
+        """Logits of every token, float32[T, vocabulary], through the cached path.
+
+        The whole text is computed (a cached prefix has no logits); what it computes is cached.
+        """
+        request_id = self._enqueue(tokens, SamplingParams(ignore_stop=True, max_tokens=1), True, wants_logits=True)
+        request = self._requests[request_id]
+        while not request.finish_reason:
+            self.step()
+        del self._requests[request_id]
+        return np.concatenate(request.logits).astype(np.float32)
+
+    def stats(self) -> EngineStats:
+        """Totals so far."""
+        return EngineStats(
+            steps=self._steps,
+            tokens_prefilled=self._prefilled,
+            tokens_saved=self._saved,
+            checkpoints=self._checkpoints,
+            skipped_checkpoints=int(self._counters[SKIPPED_STATES]),
+            evictions=int(self._counters[EVICTED]),
+            preemptions=int(self._counters[PREEMPTED]),
+            compilations_after_warm_up=self._compiled_late,
+            pools=self._controller.pools(),
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; False, and nothing forgotten, while requests run."""
+        return self._controller.reset()
+
+    def check(self) -> list[str]:
+        """Broken invariants of the cache state, in words."""
+        return self._controller.check()
+
+    def describe(self) -> str:
+        """Geometry, sharding map and memory."""
+        return self.plan.report()
+
+    # Checks
+
+    def _known(self, request_id: int) -> Request:
+        if request_id not in self._requests:
+            raise UserError("request_id", request_id, "use an id that add_request returned")
+        return self._requests[request_id]
+
+    def _enqueue(self, prompt: Prompt, sampling: SamplingParams, skip_cache_read: bool, wants_logits: bool) -> int:
+        tokens = self._checked(prompt, sampling)
+        stops = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_stop else self._stops)
+        request = Request(self._next_id, tokens, sampling, self.config.unit, stops)
+        request.skip_cache_read, request.wants_logits = skip_cache_read, wants_logits
+        self._requests[request.id] = request
+        self._queue.append(request)
+        self._next_id += 1
+        return request.id
+
+    def _checked(self, prompt: Prompt, sampling: SamplingParams) -> np.ndarray:
+        values = np.asarray(prompt)
+        if values.ndim != 1 or not len(values):
+            raise UserError("prompt", list(prompt), "give a flat list of at least one token id")
+        if values.dtype.kind not in "iu":
+            raise UserError("prompt", values.dtype.name, "give integer token ids")
+        outside = values[(values < 0) | (values >= self.vocab_size)]
+        if len(outside):
+            raise UserError("prompt", int(outside[0]), f"token ids lie in 0..{self.vocab_size - 1}")
+        total = len(values) + sampling.max_tokens
+        if total > self.config.max_context:
+            fix = f"prompt and answer may have {self.config.max_context} tokens; shorten them or raise max_context"
+            raise UserError("prompt", f"{len(values)} + {sampling.max_tokens} tokens", fix)
+        for index, need in enumerate(self.config.blocks_of(total)):
+            there = self.config.pool_blocks[index] - 1
+            if need > there:
+                names = [
+                    g.name for i, g in enumerate(self.config.geometry.groups) if self.config.group_pool[i] == index
+                ]
+                fix = f"one request of {total} tokens needs {need} blocks of it; enlarge the pool"
+                raise UserError(f"pool {'+'.join(names)}", there, fix)
+        return values

@@ -1,0 +1,132 @@
+"""What a user hands in and gets back, and what the engine remembers in between."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hybrid_kv import hashing
+from hybrid_kv.cache.reasons import Reason
+from hybrid_kv.errors import UserError
+
+# Token ids; what a user hands in is checked by the engine, with a message that says what to change.
+Prompt = Sequence[Any] | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the answer is chosen and when it ends.
+
+    max_tokens: longest answer. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
+    seed: draws depend on it and on the position only, not on what else runs.
+    stop_tokens: end the answer (the token is kept), besides the model's own unless ignore_stop.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    ignore_stop: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError("max_tokens", self.max_tokens, "use at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError("temperature", self.temperature, "use 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise UserError("top_k", self.top_k, "use 0 (off) or a positive count")
+        if not 0 < self.top_p <= 1:
+            raise UserError("top_p", self.top_p, "use a share in (0, 1]")
+        if not 0 <= self.seed < 2**31:
+            raise UserError("seed", self.seed, "use a seed in [0, 2**31)")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """Tokens a request gained in one step."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    finished: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestResult:
+    """A request as it stands; lengths and positions in tokens.
+
+    finish_reason: "length", "stop", "aborted", or "" while it runs. hit, miss_reason: of its first
+    admission. chunks: where its prefill chunks ended. checkpoints: lengths states were saved at.
+    """
+
+    request_id: int
+    prompt_length: int
+    tokens: list[int]
+    finish_reason: str
+    hit: int
+    miss_reason: str
+    chunks: list[int]
+    checkpoints: list[int]
+    preemptions: int
+
+
+class Request:
+    """The engine's own record of one request: its tokens and their hash chain."""
+
+    def __init__(self, request_id: int, prompt: Prompt, sampling: SamplingParams, unit: int, stops: frozenset):
+        self.id, self.sampling, self.unit, self.stops = request_id, sampling, unit, stops
+        self.prompt_length = len(prompt)
+        self.tokens = np.zeros(len(prompt) + sampling.max_tokens, np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.length = len(prompt)
+        self.skip_cache_read = False
+        self.wants_logits = False
+        self.logits: list[np.ndarray] = []
+        self.parent = hashing.seed()
+        self.hit, self.reason, self.preemptions = -1, Reason.NONE, 0
+        self.chunks: list[int] = []
+        self.checkpoints: list[int] = []
+        self.turn_end = 0
+        self.finish_reason = ""
+
+    def prompt_keys(self, units: int) -> np.ndarray:
+        """Hash chain of the prompt, padded to uint32[units, 4]."""
+        keys = np.zeros((units, hashing.KEY_WORDS), np.uint32)
+        chain = hashing.chain(self.tokens[: self.prompt_length], self.unit, self.parent)
+        keys[: len(chain)] = chain
+        if len(chain):
+            self.parent = chain[-1]
+        return keys
+
+    def append(self, token: int) -> np.ndarray:
+        """Add a token; returns the keys of the units it completes, uint32[0 or 1, 4]."""
+        self.tokens[self.length] = token
+        self.length += 1
+        if self.length % self.unit:
+            return np.zeros((0, hashing.KEY_WORDS), np.uint32)
+        keys = hashing.chain(self.tokens[self.length - self.unit : self.length], self.unit, self.parent)
+        self.parent = keys[-1]
+        return keys
+
+    def end_after(self, token: int) -> str:
+        """The reason this token ends the answer, or an empty text."""
+        if token in self.stops:
+            return "stop"
+        return "length" if self.length - self.prompt_length >= self.sampling.max_tokens else ""
+
+    def result(self) -> RequestResult:
+        return RequestResult(
+            request_id=self.id,
+            prompt_length=self.prompt_length,
+            tokens=[int(t) for t in self.tokens[self.prompt_length : self.length]],
+            finish_reason=self.finish_reason,
+            hit=max(self.hit, 0),
+            miss_reason=self.reason.text,
+            chunks=list(self.chunks),
+            checkpoints=list(self.checkpoints),
+            preemptions=self.preemptions,
+        )

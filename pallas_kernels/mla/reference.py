@@ -1,0 +1,135 @@
+"""Absorbed latent attention over pages in plain XLA, with online softmax.
+
+    s_tj = scale (q_latent_t . c_j + q_rope_t . k_pe_j)        p_j <= p_t
+    o_t  = sum_j softmax(s)_tj c_j          lse_t = log sum_j exp s_tj
+
+Query tiles (each inside one row) are processed a batch at a time; for each batch a loop visits groups
+of block-table columns, as many as its furthest query needs. Live at a time: the keys of one
+group for one batch, and the batch's scores against them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import Precision
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.mla import stripe
+from pallas_kernels.rows import RaggedRows, max_tiles, tiles, tokens
+
+# Local rows of one group of pages, and query tokens of one batch of tiles.
+_KEYS = 256
+_QUERIES = 64
+
+
+class _Softmax(NamedTuple):
+    """Online softmax: running maximum, sum and unnormalised output."""
+
+    top: Float[Array, "b n q"]
+    total: Float[Array, "b n q"]
+    out: Float[Array, "b n q L"]
+
+
+def _accumulate(acc: _Softmax, score: Float[Array, "b n q k"], value: Float[Array, "b k L"]) -> _Softmax:
+    """Add keys; masked scores are -inf."""
+    top = jnp.maximum(acc.top, jnp.max(score, axis=-1))
+    # Before the first visible key the maximum is -inf, and -inf - -inf must not become NaN.
+    anchor = jnp.where(jnp.isneginf(top), 0.0, top)
+    p = jnp.exp(score - anchor[..., None])
+    fade = jnp.exp(acc.top - anchor)
+    added = jnp.einsum("bnqk,bkl->bnql", p, value, precision=Precision.HIGHEST)
+    return _Softmax(top, acc.total * fade + jnp.sum(p, axis=-1), acc.out * fade[..., None] + added)
+
+
+def mla_attention(
+    q_latent: Float[Array, "T N L"],
+    q_rope: Float[Array, "T N P"],
+    cache: Float[Array, "layers B rows_per_rank LP"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    table: Int32[Array, "R C"],
+    *,
+    scale: float,
+    shards: int,
+    rank: Int32[Array, ""] | int,
+    interleave: int,
+    query_tile: int,
+) -> tuple[Float[Array, "T N L"], Float[Array, "T N"]]:
+    """See `mla.api.mla_attention`."""
+    count, heads, latent = q_latent.shape
+    per_rank, width = cache.shape[2:]
+    stripe.check(per_rank, shards, interleave)
+    block = per_rank * shards
+    token = tokens(rows, count)
+
+    most = max_tiles(count, table.shape[0], query_tile, anchored=False)
+    batch = min(max(1, _QUERIES // query_tile), most)
+    batches = -(-most // batch)
+    grid = tiles(rows, query_tile, anchored=False, max_tiles=batches * batch)
+
+    columns = min(max(1, _KEYS // per_rank), table.shape[1])
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % columns)))
+    in_group = (
+        jnp.arange(columns, dtype=jnp.int32)[:, None] * block
+        + stripe.position_in_block(jnp.arange(per_rank, dtype=jnp.int32), rank, shards, interleave)
+    ).ravel()
+    keys = columns * per_rank
+
+    q = jnp.concatenate([q_latent, q_rope], axis=-1) * jnp.asarray(scale, q_latent.dtype)
+    slot = jnp.arange(query_tile, dtype=jnp.int32)
+
+    def one_batch(i, carry):
+        out, lse = carry
+        at = i * batch + jnp.arange(batch, dtype=jnp.int32)
+        inside = slot < grid.high[at][:, None]
+        index = jnp.clip(grid.first[at][:, None] + slot, 0, count - 1)
+        query = jnp.where(inside[..., None, None], q[index], 0)
+        query = jnp.moveaxis(query, 2, 1)
+        seen = jnp.where(inside, grid.position[at][:, None] + slot, -1)
+        furthest = jnp.max(seen, axis=1)
+        pages = table[grid.row[at]]
+
+        def one_group(j, acc):
+            ids = jax.lax.dynamic_slice_in_dim(pages, j * columns, columns, axis=1)
+            position = j * (columns * block) + in_group
+            live = (position[None, :] <= furthest[:, None]) & jnp.repeat(ids != 0, per_rank, axis=1)
+            # Rows never written may hold NaN, and 0 * NaN would reach the output.
+            key = jnp.where(live[..., None], cache[layer, ids].reshape(batch, keys, width), 0)
+            score = jnp.einsum(
+                "bnqd,bkd->bnqk", query, key.astype(query.dtype),
+                precision=Precision.HIGHEST, preferred_element_type=jnp.float32,
+            )  # fmt: skip
+            mask = live[:, None, :] & (position[None, None, :] <= seen[:, :, None])
+            score = jnp.where(mask[:, None], score, -jnp.inf)
+            return _accumulate(acc, score, key[..., :latent].astype(jnp.float32))
+
+        shape = (batch, heads, query_tile)
+        acc = _Softmax(
+            jnp.full(shape, -jnp.inf, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, latent), jnp.float32),
+        )
+        visits = jnp.minimum((jnp.max(furthest) + columns * block) // (columns * block), pages.shape[1] // columns)
+        acc = jax.lax.fori_loop(0, visits, one_group, acc)
+        safe = jnp.where(acc.total > 0, acc.total, 1.0)
+        normed = acc.out / safe[..., None]
+        log_sum = jnp.where(acc.total > 0, acc.top + jnp.log(safe), -jnp.inf)
+        return (
+            jax.lax.dynamic_update_slice_in_dim(out, normed.astype(out.dtype), i * batch, axis=0),
+            jax.lax.dynamic_update_slice_in_dim(lse, log_sum, i * batch, axis=0),
+        )
+
+    tiled = (batches * batch, heads, query_tile)
+    carry = (
+        jnp.zeros((*tiled, latent), q_latent.dtype),
+        jnp.full(tiled, -jnp.inf, jnp.float32),
+    )
+    out, lse = jax.lax.fori_loop(0, (grid.used + batch - 1) // batch, one_batch, carry)
+    home = grid.base[token.row] + token.within // query_tile
+    within = token.within % query_tile
+    valid = token.valid[:, None]
+    return (
+        jnp.where(valid[..., None], out[home, :, within], 0),
+        jnp.where(valid, lse[home, :, within], -jnp.inf),
+    )

@@ -1,0 +1,5 @@
+"""Whole-block operations on a pool."""
+
+from pallas_kernels.paged.api import copy_blocks
+
+__all__ = ["copy_blocks"]

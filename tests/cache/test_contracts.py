@@ -1,0 +1,288 @@
+"""Rules of the state machine, one test each: publish, share, evict, preempt, resume, refuse."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from hybrid_kv.cache import index, transitions
+from hybrid_kv.cache.config import CacheConfig, Placement
+from hybrid_kv.cache.lookup import SALTED, SKIP_READ
+from hybrid_kv.cache.state import initial_state
+from hybrid_kv.errors import UserError
+from hybrid_kv.geometry import GroupSpec, resolve
+from tests.cache.content_model import Serving
+
+
+@functools.cache
+def config(blocks=41, states=13, unit=16, caching=True, requests=4, **more) -> CacheConfig:
+    specs = [GroupSpec("mla", "mla", 16), GroupSpec("kda", "recurrent", 16)]
+    return CacheConfig(
+        geometry=resolve(specs, hash_unit=unit),
+        pool_blocks=(blocks, states),
+        group_pool=(0, 1),
+        max_requests=requests,
+        max_context=256,
+        token_budget=more.pop("token_budget", 128),
+        prefix_caching=caching,
+        **more,
+    )
+
+
+def prompt(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 20, length)
+
+
+def serve(serving: Serving, tokens, answer=1) -> int:
+    serving.add(tokens, answer)
+    serving.run()
+    return serving.hits[-1]
+
+
+def free(serving: Serving) -> list[int]:
+    return np.asarray(serving.state.pools)[:, 3].tolist()
+
+
+def test_an_aborted_step_publishes_nothing_and_a_committed_one_all():
+    serving = Serving(config())
+    tokens = prompt(0, 200)
+    slot = serving.add(tokens)
+    plan = serving.plan()
+    serving.execute(plan)
+    serving.abort(slot)
+    serving.commit(plan)
+    assert serve(serving, tokens) == 0
+    serving = Serving(config())
+    slot = serving.add(tokens)
+    serving.step()
+    serving.abort(slot)
+    serving.assert_sound()
+    assert serve(serving, tokens) in (0, 128)
+
+
+def test_a_withdrawn_step_is_planned_again():
+    serving = Serving(config())
+    serving.add(prompt(0, 100))
+    before = serving.plan()
+    serving.withdraw()
+    serving.assert_sound()
+    again = serving.plan()
+    assert before.start[0] == again.start[0] and before.length[0] == again.length[0]
+    serving.execute(again)
+    serving.commit(again)
+    serving.assert_sound()
+
+
+def test_two_equal_prompts_of_one_step_never_share_unwritten_blocks():
+    serving = Serving(config())
+    for _ in range(2):
+        serving.add(prompt(0, 60))
+    serving.run()
+    assert serving.hits == [0, 0]
+    assert serve(serving, prompt(0, 60)) == 48
+
+
+def test_a_whole_hit_leaves_one_token_and_the_chain_goes_on():
+    serving = Serving(config())
+    tokens = prompt(0, 64)
+    assert serve(serving, tokens) == 0
+    assert serve(serving, tokens) == 48
+    assert serve(serving, [*tokens, *prompt(1, 64)]) == 64
+
+
+def test_the_next_turn_resumes_at_the_end_of_the_answer():
+    serving = Serving(config())
+    slot = serving.add(prompt(0, 40), 60)
+    tokens = serving.live[slot][0]
+    serving.run()
+    assert serve(serving, [*tokens, 1, 2, 3]) == 96
+
+
+def test_without_turn_end_the_next_turn_resumes_at_the_prompt():
+    serving = Serving(config(placement=Placement(turn_end=False)))
+    slot = serving.add(prompt(0, 40), 60)
+    tokens = serving.live[slot][0]
+    serving.run()
+    assert serve(serving, [*tokens, 1, 2, 3]) == 32
+
+
+def test_a_hole_ends_the_hit():
+    serving = Serving(config(unit=16))
+    tokens = prompt(0, 65)
+    serve(serving, tokens)
+    chain = np.asarray(serving.state.keys)
+    key = index.tag(jax.numpy.asarray(chain[0, 1]), 0)
+    block = index.find(serving.state.index, key[None])
+    serving.state = index.remove_blocks(serving.state, block)
+    assert serve(serving, tokens) == 0
+    assert serving.admissions[-1][2:] == (16, "NO_STATE")
+
+
+def test_least_recently_used_content_goes_first_and_hits_count_as_use():
+    serving = Serving(config(blocks=8, states=10, requests=1))
+    first, second, third = (prompt(seed, 33) for seed in range(3))
+    for tokens in (first, second, third, first):
+        serve(serving, tokens)
+    serve(serving, prompt(9, 33))
+    assert serve(serving, first) == 32
+    assert serve(serving, second) == 0
+    assert serving.admissions[-1][3] == "EVICTED"
+
+
+def test_unkeyed_blocks_are_reused_first_then_the_tail_of_a_prefix_before_its_head():
+    """Numbers of the reference: 11 blocks of 16, prompts of 55 and 53 tokens sharing 48."""
+    serving = Serving(config(blocks=11, states=20, placement=Placement(tail=True, turn_end=False)))
+    head = prompt(0, 48)
+    serving.add([*head, *prompt(1, 7)], 3)
+    first = serving.step()
+    assert first.tables[0][0, :4].tolist() == [1, 2, 3, 4]
+    serving.add([*head, *prompt(2, 5)], 3)
+    second = serving.step()
+    row = [int(s) for s in second.slot].index(1)
+    assert second.hit[row] == 48 and second.tables[0][row, :4].tolist() == [1, 2, 3, 5]
+    serving.run()
+    order = []
+    serving.add(prompt(3, 159), 1)
+    while serving.live:
+        plan = serving.step()
+        order = plan.tables[0][0, :10].tolist()
+    assert order[:7] == [5, 4, 6, 7, 8, 9, 10] or order[:7] == [4, 5, 6, 7, 8, 9, 10]
+    assert order[7:] == [3, 2, 1]
+
+
+def test_a_block_hit_is_never_evicted_by_the_same_admission():
+    serving = Serving(config(blocks=5, states=8, requests=1))
+    serve(serving, prompt(0, 33))
+    assert serve(serving, [*prompt(0, 33)[:32], *prompt(1, 20)]) == 32
+
+
+def test_preempted_requests_resume_with_prompt_and_answer_and_counts_return():
+    serving = Serving(config(blocks=16, states=13))
+    start = free(serving)
+    for seed in range(4):
+        serving.add(prompt(seed, 50), 60)
+    serving.run()
+    assert serving.preemptions > 0
+    assert free(serving) == start
+
+
+def test_states_are_optional_and_never_stop_a_request():
+    serving = Serving(config(blocks=60, states=6))
+    start = free(serving)
+    for seed in range(3):
+        serving.add(prompt(seed, 100), 40)
+    serving.run()
+    assert serving.preemptions == 0 and free(serving) == start
+    assert np.asarray(serving.state.counters)[4] > 0
+
+
+def test_a_budget_below_the_block_still_makes_progress():
+    serving = Serving(config(token_budget=5))
+    serving.add(prompt(0, 100))
+    assert serving.run() == 20
+    assert serve(serving, prompt(0, 100)) == 96
+
+
+def test_chunks_are_never_cut_for_a_state():
+    serving = Serving(config(token_budget=100, placement=Placement(ladder=(32, 64))))
+    serving.add(prompt(0, 230))
+    lengths = []
+    while serving.live:
+        lengths.append(int(serving.step().length[0]))
+    assert lengths == [100, 100, 30]
+
+
+@pytest.mark.parametrize("unit", [4, 16])
+def test_a_partial_hit_copies_before_it_writes(unit):
+    serving = Serving(config(unit=unit))
+    serve(serving, prompt(0, 42))
+    shared = 40 // unit * unit
+    serving.add([*prompt(0, 42)[:41], *prompt(1, 10)])
+    plan = serving.step()
+    assert plan.hit[0] == shared
+    assert (plan.copies[0][0] > 0).all() == (shared % 16 > 0)
+    serving.run()
+
+
+def test_interior_boundaries_of_a_large_block_are_hit():
+    specs = [GroupSpec("mla", "mla", 16)]
+    geometry = resolve(specs, dcp=8, hash_unit=16)
+    serving = Serving(
+        CacheConfig(
+            geometry=geometry, pool_blocks=(9,), group_pool=(0,), max_requests=1, max_context=512, token_budget=512
+        )
+    )
+    serve(serving, prompt(0, 300))
+    assert serve(serving, [*prompt(0, 300)[:150], *prompt(1, 50)]) == 144
+
+
+def test_reasons_of_a_miss():
+    serving = Serving(config())
+    serve(serving, prompt(0, 40))
+    serve(serving, prompt(0, 10))
+    serving.add(prompt(0, 40), flags=SKIP_READ)
+    serving.run()
+    serving.add(prompt(5, 40), flags=SALTED)
+    serving.run()
+    serve(serving, prompt(0, 40))
+    assert [a[3] for a in serving.admissions] == ["COLD", "GRANULARITY", "SKIPPED", "SALT", "NONE"]
+    off = Serving(config(caching=False))
+    for _ in range(2):
+        assert serve(off, prompt(0, 40)) == 0
+    assert off.admissions[-1][3] == "CACHING_OFF"
+
+
+def test_arriving_without_a_free_slot_changes_nothing():
+    serving = Serving(config(requests=1))
+    serving.add(prompt(0, 40))
+    keys = np.zeros((serving.config.units, 4), np.uint32)
+    state, slot = transitions.arrive(
+        serving.config, serving.state, jax.numpy.int32(3), jax.numpy.int32(0), jax.numpy.asarray(keys)
+    )
+    assert int(slot) == -1
+    assert all(np.array_equal(a, b) for a, b in zip(state, serving.state, strict=True))
+
+
+def test_reset_is_refused_while_a_request_runs_and_forgets_all_after():
+    serving = Serving(config())
+    serving.add(prompt(0, 40), 5)
+    serving.step()
+    state, done = transitions.reset(serving.config, serving.state)
+    assert not done and all(np.array_equal(a, b) for a, b in zip(state, serving.state, strict=True))
+    serving.run()
+    serving.state, done = transitions.reset(serving.config, serving.state)
+    assert done
+    serving.assert_sound()
+    assert serve(serving, prompt(0, 40)) == 0
+
+
+def test_the_state_has_few_arrays_and_starts_clean():
+    state = initial_state(config())
+    assert len(state) == 10
+    Serving(config()).assert_sound()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pool_blocks": (1, 5)}, "pool_blocks[0]"),
+        ({"group_pool": (0,)}, "group_pool"),
+        ({"group_pool": (0, 0)}, "group_pool"),
+        ({"token_budget": 3}, "token_budget: got 3; every one of 4"),
+        ({"max_requests": 0}, "max_requests"),
+        ({"placement": Placement(ladder=(24,))}, "placement.ladder: got 24"),
+    ],
+)
+def test_configurations_that_cannot_work_are_refused(change, words):
+    base = {
+        "geometry": resolve([GroupSpec("mla", "mla", 16), GroupSpec("kda", "recurrent", 16)]),
+        "pool_blocks": (5, 5),
+        "group_pool": (0, 1),
+        "max_requests": 4,
+        "max_context": 64,
+        "token_budget": 64,
+    }
+    with pytest.raises(UserError) as refusal:
+        CacheConfig(**(base | change))
+    assert words in str(refusal.value)

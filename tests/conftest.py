@@ -1,0 +1,46 @@
+"""Shared by all tests: eight stand-in devices, run-time type checks, a compilation cache, data paths."""
+
+import os
+from pathlib import Path
+
+# Before anything imports JAX: it reads these when it starts its CPU devices.
+os.environ["JAX_PLATFORMS"] = "cpu"
+flags = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).parent.parent
+
+# Every annotated function of the packages is checked at run time, array shapes included; the hook has to be in
+# place before the first test module imports them. HYBRID_KV_TYPE_CHECKS=0 leaves it off, to see what it costs.
+if os.environ.get("HYBRID_KV_TYPE_CHECKS") != "0":
+    install_import_hook(["hybrid_kv", "pallas_kernels"], "beartype.beartype")
+
+# The suite is run again and again on the same programs.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    return ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def traces_dir(data_dir: Path) -> Path:
+    return data_dir / "traces"
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(data_dir: Path) -> Path:
+    """A random Kimi Linear of seven layers with reference outputs beside it."""
+    return data_dir / "tiny-kimi-linear"

@@ -1,0 +1,178 @@
+"""MLA writes, attention and merging: golden files, stripes, unwritten rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.mla import merge_lse, mla_attention, mla_write, stripe
+from tests.kernels import golden
+from tests.kernels.kda_oracle import rows_of
+
+LATENT = 64
+write = jax.jit(mla_write, static_argnames=("shards", "interleave"))
+attend = jax.jit(mla_attention, static_argnames=("scale", "shards", "interleave", "query_tile"))
+
+
+def split(q):
+    return jnp.asarray(q[..., :LATENT]), jnp.asarray(q[..., LATENT:])
+
+
+def close(got, want, limit=3e-6):
+    np.testing.assert_allclose(got, want, atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("tile", [1, 64])
+def test_paged_attention_matches_the_golden_file(tile):
+    file = golden.load("mla_absorbed")
+    cache = np.stack([np.full_like(file["paged_cache"], np.nan), file["paged_cache"]])
+    cache[1, file["block_table"][-1], 5:] = np.nan  # never written: 53 = 3 * 16 + 5 tokens
+    table = jnp.asarray(np.concatenate([file["block_table"], [0, 0]])[None])
+    q = np.concatenate([file["q_absorbed"], np.full((3, 4, 80), np.nan, np.float32)])
+    out, lse = attend(
+        *split(q), jnp.asarray(cache), 1, rows_of([0], [4], [49]), table,
+        scale=float(file["scale"]), shards=1, rank=0, interleave=1, query_tile=tile,
+    )  # fmt: skip
+    close(out[:4], file["out_latent"])
+    close(lse[:4], file["lse"])
+    np.testing.assert_array_equal(out[4:], 0)
+    assert np.isneginf(lse[4:]).all()
+
+
+@pytest.mark.parametrize("case", ["dcp4_i1", "dcp4_i8", "dcp4_i1_short", "dcp4_i8_short"])
+def test_striped_partials_and_their_merge_match_the_golden_file(case):
+    file = golden.load("mla_absorbed")
+    total, queries = int(file[f"{case}_total_len"]), int(file[f"{case}_num_query"])
+    interleave, per_rank, shards = int(case[6]), 8, 4
+    rows = np.concatenate([file["kv_c_normed"], file["k_pe"]], axis=1)[:total]
+    table = jnp.asarray([[3, 1, 2]])
+    parts = []
+    for rank in range(shards):
+        cache = jnp.full((1, 4, per_rank, 80), jnp.nan)
+        cache = write(
+            cache, jnp.asarray(rows), 0, rows_of([0], [total], [0]), table,
+            shards=shards, rank=jnp.int32(rank), interleave=interleave,
+        )  # fmt: skip
+        assert np.isnan(cache[0, 0]).all()
+        assert int((~np.isnan(cache[0, :, :, 0])).sum()) == file[f"{case}_local_len"][rank]
+        parts.append(
+            attend(
+                *split(file["q_absorbed"][-queries:]), cache, 0, rows_of([0], [queries], [total - queries]), table,
+                scale=float(file["scale"]), shards=shards, rank=jnp.int32(rank), interleave=interleave, query_tile=64,
+            )
+        )  # fmt: skip
+    outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
+    close(outs, file[f"{case}_partial_out"])
+    close(lses, file[f"{case}_partial_lse"])
+    out, lse = merge_lse(outs, lses)
+    close(out, file[f"{case}_out"])
+    close(lse, file[f"{case}_lse"])
+
+
+def test_partials_of_context_chunks_merge_to_the_whole():
+    file = golden.load("mla_absorbed")
+    out, lse = merge_lse(jnp.asarray(file["part_out"]), jnp.asarray(file["part_lse"]))
+    close(out, file["out"])
+    close(lse, file["lse"])
+
+
+def test_merging_empties_is_safe_and_uses_natural_logarithms():
+    outs = jnp.asarray([[[[jnp.nan]]], [[[2.0]]]])
+    out, lse = merge_lse(outs, jnp.asarray([[[-jnp.inf]], [[0.3]]]))
+    assert float(out[0, 0, 0]) == 2.0 and np.isclose(lse[0, 0], 0.3)
+    out, lse = merge_lse(outs, jnp.full((2, 1, 1), -jnp.inf))
+    assert float(out[0, 0, 0]) == 0.0 and np.isneginf(lse[0, 0])
+    out, _ = merge_lse(jnp.asarray([[[[0.0]]], [[[1.0]]]]), jnp.asarray([[[0.0]], [[1.0]]]))
+    assert np.isclose(out[0, 0, 0], 0.7310586)
+
+
+def test_merge_needs_one_accumulator_beyond_its_arguments():
+    outs, lses = jax.ShapeDtypeStruct((4, 2048, 8, 64), jnp.float32), jax.ShapeDtypeStruct((4, 2048, 8), jnp.float32)
+    memory = jax.jit(merge_lse).lower(outs, lses).compile().memory_analysis()
+    partial = 2048 * 8 * 64 * 4
+    assert memory.temp_size_in_bytes <= 2.5 * partial
+
+
+def plain(q, cache_rows, positions, scale):
+    """Causal attention of each query at its position, in float64."""
+    outs = []
+    for query, p in zip(np.asarray(q, np.float64), positions, strict=True):
+        keys = np.asarray(cache_rows[: p + 1], np.float64)
+        s = scale * query @ keys.T
+        w = np.exp(s - s.max(-1, keepdims=True))
+        outs.append(w / w.sum(-1, keepdims=True) @ keys[:, :LATENT])
+    return np.array(outs)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 5, 33]), min_size=4, max_size=4),
+    contexts=st.lists(st.integers(0, 60), min_size=4, max_size=4),
+    layout=st.sampled_from([(2, 1), (4, 2)]),
+    seed=st.integers(0, 99),
+)
+def test_stripes_over_any_shards_merge_to_unsharded_attention(lengths, contexts, layout, seed):
+    shards, interleave = layout
+    per_rank, rng = 4, np.random.default_rng(seed)
+    columns = -(-96 // (per_rank * shards))
+    offset = np.cumsum(lengths) - lengths
+    keys = rng.normal(size=(4, 96, 80)).astype(np.float32)
+    q = np.full((140, 2, 80), np.nan, np.float32)
+    table = jnp.asarray(rng.permutation(4 * columns).reshape(4, columns) + 1, jnp.int32)
+    parts = []
+    new = np.full((140, 80), np.nan, np.float32)
+    for row, (at, n, context) in enumerate(zip(offset, lengths, contexts, strict=True)):
+        q[at : at + n] = rng.normal(size=(n, 2, 80))
+        new[at : at + n] = keys[row, context : context + n]
+    step = rows_of(offset, lengths, contexts)
+    for rank in range(shards):
+        kw = {"shards": shards, "rank": jnp.int32(rank), "interleave": interleave}
+        cache = jnp.full((1, 1 + 4 * columns, per_rank, 80), jnp.nan)
+        packed = np.concatenate(
+            [keys[row, :c] for row, c in enumerate(contexts)] + [np.zeros((240 - sum(contexts), 80))]
+        )
+        before = rows_of(np.cumsum(contexts) - contexts, contexts, [0] * 4)
+        cache = write(cache, jnp.asarray(packed, jnp.float32), 0, before, table, **kw)
+        cache = write(cache, jnp.asarray(new), 0, step, table, **kw)
+        parts.append(attend(*split(q), cache, 0, step, table, scale=0.1, query_tile=16, **kw))
+    out, _ = merge_lse(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    for row, (at, n, context) in enumerate(zip(offset, lengths, contexts, strict=True)):
+        if n:
+            close(out[at : at + n], plain(q[at : at + n], keys[row], context + np.arange(n), 0.1), 1e-5)
+    np.testing.assert_array_equal(out[sum(lengths) :], 0)
+
+
+def test_decode_tile_of_one_equals_the_prefill_tile():
+    rng = np.random.default_rng(0)
+    cache = jnp.asarray(rng.normal(size=(1, 13, 16, 80)), jnp.float32)
+    table = jnp.asarray(rng.permutation(12).reshape(3, 4) + 1, jnp.int32)
+    q = rng.normal(size=(3, 2, 80)).astype(np.float32)
+    rows = rows_of([0, 1, 2], [1, 0, 1], [40, 0, 3])
+    kw = {"scale": 0.1, "shards": 1, "rank": 0, "interleave": 1}
+    one, many = (attend(*split(q), cache, 0, rows, table, query_tile=t, **kw) for t in (1, 64))
+    for a, b in zip(one, many, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize(("per_rank", "shards", "interleave"), [(8, 1, 1), (8, 4, 1), (8, 4, 8), (6, 2, 3)])
+def test_every_position_has_one_home_and_stripes_are_even(per_rank, shards, interleave):
+    p = jnp.arange(3 * per_rank * shards)
+    at = stripe.home(p, per_rank, shards, interleave)
+    back = at.column * per_rank * shards + jax.vmap(stripe.position_in_block, (0, 0, None, None))(
+        at.row, at.rank, shards, interleave
+    )
+    np.testing.assert_array_equal(back, p)
+    rank = np.asarray(at.rank)
+    for length in range(1, 3 * per_rank * shards):
+        counts = np.bincount(rank[:length], minlength=shards)
+        assert counts.max() - counts.min() <= interleave
+
+
+def test_an_interleave_that_does_not_divide_the_rows_is_refused():
+    with pytest.raises(ValueError, match="interleave: got 3"):
+        mla_write(
+            jnp.zeros((1, 2, 8, 80)), jnp.zeros((1, 80)), 0, rows_of([0], [1], [0]), jnp.zeros((1, 1), jnp.int32),
+            shards=2, rank=0, interleave=3,
+        )  # fmt: skip

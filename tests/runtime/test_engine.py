@@ -1,0 +1,172 @@
+"""What a user may rely on: pressure changes no token, draws are reproducible, bad input disturbs nobody."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hybrid_kv.errors import UserError
+from hybrid_kv.runtime.engine import CacheOptions, Engine, SamplingParams
+from tests.runtime.conftest import OPTIONS
+
+SMALL = dataclasses.replace(OPTIONS, attention_blocks=9, state_slots=9)
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        assert engine.check() == []
+
+
+def shared_prompts(seed: int, count: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(3, 512, 150)
+    return [[*map(int, stem[: rng.integers(20, 150)]), *map(int, rng.integers(3, 512, 40))] for _ in range(count)]
+
+
+def test_eviction_and_preemption_change_no_token_and_counts_return(make_engine):
+    params = SamplingParams(max_tokens=120, ignore_stop=True)
+    prompts = shared_prompts(0, 24)
+    plain = make_engine("1x1", dataclasses.replace(OPTIONS, prefix_caching=False))
+    expected = [result.tokens for result in plain.generate(prompts, params)]
+    engine = make_engine("1x1", SMALL)
+    before = engine.stats()
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    drain(engine)
+    after = engine.stats()
+    assert [engine.result(i).tokens for i in ids] == expected
+    assert after.preemptions - before.preemptions >= 20
+    assert after.evictions - before.evictions >= 20
+    assert all(used == 0 for used, *_ in after.pools.values())
+
+
+def test_nothing_compiles_after_warm_up(make_engine):
+    engine = make_engine("1x1", OPTIONS)
+    engine.warm_up(score=True)
+    engine.generate(shared_prompts(1, 6), SamplingParams(max_tokens=20))
+    engine.generate(shared_prompts(1, 3), SamplingParams(max_tokens=20, temperature=1.0, top_k=5))
+    engine.score(shared_prompts(2, 1)[0])
+    engine.abort(engine.add_request([1, 2, 3]))
+    assert engine.stats().compilations_after_warm_up == 0
+
+
+def test_a_draw_depends_on_seed_and_position_only(make_engine):
+    engine = make_engine()
+    params = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=7, ignore_stop=True)
+    prompts = shared_prompts(3, 3)
+    alone = engine.generate(prompts[:1], params)[0].tokens
+    together = engine.generate(prompts, params)[0].tokens
+    other = engine.generate(prompts[:1], dataclasses.replace(params, seed=8))[0].tokens
+    assert alone == together != other
+
+
+def test_top_k_1_and_tiny_top_p_are_greedy(make_engine):
+    engine = make_engine()
+    prompts = shared_prompts(4, 2)
+    greedy = engine.generate(prompts, SamplingParams(max_tokens=8, ignore_stop=True))
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
+        drawn = engine.generate(prompts, SamplingParams(max_tokens=8, temperature=2.0, ignore_stop=True, **narrow))
+        assert [r.tokens for r in drawn] == [r.tokens for r in greedy]
+
+
+def test_stop_tokens_end_an_answer_and_are_kept(make_engine):
+    engine = make_engine()
+    prompt = shared_prompts(5, 1)
+    tokens = engine.generate(prompt, SamplingParams(max_tokens=12, ignore_stop=True))[0].tokens
+    stop = tokens[5]
+    result = engine.generate(prompt, SamplingParams(max_tokens=12, ignore_stop=True, stop_tokens=(stop,)))[0]
+    assert result.tokens == tokens[: tokens.index(stop) + 1] and result.finish_reason == "stop"
+
+
+def test_a_stream_gives_the_tokens_one_by_one_and_may_be_left(make_engine):
+    engine = make_engine()
+    prompt = shared_prompts(6, 1)[0]
+    expected = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_stop=True))[0].tokens
+    assert list(engine.stream(prompt, SamplingParams(max_tokens=8, ignore_stop=True))) == expected
+    stream = engine.stream(prompt, SamplingParams(max_tokens=8, ignore_stop=True))
+    assert next(stream) == expected[0]
+    stream.close()
+    assert not engine.has_work and engine.check() == []
+
+
+def test_scores_agree_with_what_was_generated(make_engine):
+    engine = make_engine()
+    prompt = shared_prompts(7, 1)[0]
+    answer = engine.generate([prompt], SamplingParams(max_tokens=20, ignore_stop=True))[0].tokens
+    logits = engine.score([*prompt, *answer])
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+def test_a_bad_request_never_disturbs_the_others(make_engine):
+    engine = make_engine()
+    good = shared_prompts(8, 2)
+    params = SamplingParams(max_tokens=6, ignore_stop=True)
+    expected = [r.tokens for r in engine.generate(good, params)]
+    ids = [engine.add_request(prompt, params) for prompt in good]
+    engine.step()
+    for bad, words in [
+        ([], "prompt"),
+        ([[1, 2]], "flat list"),
+        ([1.5], "integer"),
+        ([512], "token ids lie in 0..511"),
+        ([-1], "token ids lie in 0..511"),
+        ([3] * 600, "shorten them or raise max_context"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            engine.add_request(bad, params)
+        with pytest.raises(UserError):
+            engine.generate([good[0], bad], params)
+        engine.step()
+    for field in ({"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"seed": -1}):
+        with pytest.raises(UserError, match=next(iter(field))):
+            SamplingParams(**field)
+    with pytest.raises(UserError, match="request_id"):
+        engine.result(10**9)
+    drain(engine)
+    assert [engine.result(i).tokens for i in ids] == expected
+
+
+def test_aborting_at_any_moment_leaves_the_others_and_the_counts(make_engine):
+    engine = make_engine()
+    prompts = shared_prompts(9, 6)
+    params = SamplingParams(max_tokens=10, ignore_stop=True)
+    expected = [r.tokens for r in engine.generate(prompts, params)]
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    for step in range(5):
+        engine.step()
+        engine.abort(ids[step])
+        assert engine.check() == []
+    drain(engine)
+    assert engine.result(ids[5]).tokens == expected[5]
+    assert engine.result(ids[0]).finish_reason in ("aborted", "length")
+    assert all(used == 0 for used, *_ in engine.stats().pools.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "words"),
+    [
+        ("model=3", {}, "heads"),
+        ("model=8,dcp=2", {}, "model \\* dcp = 16"),
+        ("data=2", {}, "mesh.data: got 2"),
+        ("modle=2", {}, "write axes once each"),
+        ("1x1", {"attention_blocks": 3}, None),
+        ("1x1", {"max_context": 10**6}, "max_context: got 1000000; the model reaches 65536"),
+        ("1x1", {"token_budget": 2}, "token_budget"),
+        ("dcp=4", {"rows_per_rank": 16, "interleave": 3}, "interleave"),
+        ("1x1", {"ladder": (100,)}, "placement.ladder"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_engine_is_made(tiny_checkpoint, mesh, options, words):
+    cache = dataclasses.replace(OPTIONS, **options)
+    if words is None:
+        engine = Engine.from_checkpoint(tiny_checkpoint, mesh, cache)
+        with pytest.raises(UserError, match="pool mla: got 3; one request of 301 tokens needs 5 blocks"):
+            engine.add_request([3] * 285)
+        return
+    with pytest.raises(UserError, match=words):
+        Engine.from_checkpoint(tiny_checkpoint, mesh, cache)
+
+
+def test_options_are_checked_where_they_are_made():
+    with pytest.raises(UserError, match="hash_unit: got 0"):
+        CacheOptions(hash_unit=0)
