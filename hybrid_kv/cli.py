@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hybrid_kv.runtime.engine import CacheOptions, Engine
+    from hybrid_kv.simulate.traces import TraceRequest
 
 # The cache options that every command takes: flag, type, what it says.
 CACHE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
@@ -120,6 +121,7 @@ def replay(options: argparse.Namespace) -> int:
     requests = read_trace(options.trace, options.requests)
     if options.max_context is None:
         options.max_context = max(request.prompt_length + len(request.out) for request in requests)
+    _unlimited_pools(options, requests)
     _prepare_devices(options)
     from hybrid_kv.runtime.engine import Engine, SamplingParams
 
@@ -137,6 +139,7 @@ def replay(options: argparse.Namespace) -> int:
         token_budget=cache.token_budget,
         in_flight=options.in_flight,
         verify=options.verify,
+        check_every_step=options.check,
         out=options.out,
         configuration={"dtype": options.dtype, **dataclasses.asdict(cache)},
     )
@@ -153,16 +156,30 @@ def replay(options: argparse.Namespace) -> int:
         return 1
 
 
-def describe(options: argparse.Namespace) -> int:
+def _unlimited_pools(options: argparse.Namespace, requests: Sequence["TraceRequest"]) -> None:
+    """Pools that hold everything the trace leaves behind, where no size was given: nothing is evicted."""
+    cache = _cache_options(options)
+    if options.attention_blocks is None:
+        longest = -(-options.max_context // cache.hash_unit) + 1
+        left = sum((len(request.add) + len(request.out)) // cache.hash_unit + 2 for request in requests)
+        options.attention_blocks = left + cache.max_requests * longest
+    if options.state_slots is None:
+        # Four boundaries and the ladder in a prefill, the end of the answer, the running state.
+        options.state_slots = (len(requests) + cache.max_requests) * (6 + len(cache.ladder))
+
+
+def describe_command(options: argparse.Namespace) -> int:
     """Prints the geometry of the cache groups, their sharding map and the memory per chip."""
     # From config.json alone: no weights, no devices, so a mesh of a pod can be looked at on a laptop.
     _check_checkpoint(options.checkpoint)
     from hybrid_kv.models.checkpoint_io import load_config
+    from hybrid_kv.models.parameters import check_mesh
     from hybrid_kv.planning import plan_cache
-    from hybrid_kv.runtime.engine import cache_shape
+    from hybrid_kv.runtime.describe import cache_shape, describe
 
-    shape = cache_shape(load_config(options.checkpoint), options.dtype)
-    print(plan_cache(shape, _cache_options(options), MeshSpec.parse(options.mesh)).report())
+    model, mesh = load_config(options.checkpoint), MeshSpec.parse(options.mesh)
+    check_mesh(model, dataclasses.asdict(mesh))
+    print(describe(model, plan_cache(cache_shape(model, options.dtype), _cache_options(options), mesh), options.dtype))
     return 0
 
 
@@ -192,13 +209,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--requests", type=int, help="only the first so many (all)")
     command.add_argument("--in-flight", type=int, default=8, help="requests kept live (%(default)s)")
     command.add_argument("--no-cache", action="store_true", help="serve without prefix caching")
+    command.add_argument("--check", action="store_true", help="check the cache's invariants after every step")
     command.add_argument("--verify", action="store_true", help="compare with the run without the cache")
     command.add_argument("--out", type=Path, help="folder for report.json and report.png")
     command.set_defaults(command=replay)
 
     command = commands.add_parser("describe", help="geometry, sharding map and memory per chip")
     _add_model_flags(command)
-    command.set_defaults(command=describe)
+    command.set_defaults(command=describe_command)
     return parser
 
 

@@ -69,7 +69,9 @@ def _rotate(x: jax.Array, bits: int) -> jax.Array:
     return (x >> bits) | (x << (32 - bits))
 
 
-def _mix(a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, x: jax.Array, y: jax.Array):
+def _mix(
+    a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The G function on four lanes at once (columns or diagonals)."""
     a = a + b + x
     d = _rotate(d ^ a, 16)
@@ -91,7 +93,8 @@ def _compress(state: jax.Array, block: jax.Array, byte_count: jax.Array, last: j
 
     def one_round(rows, order):
         m = block[order]
-        a, b, c, d = _mix(*rows, m[0:8:2], m[1:8:2])
+        a, b, c, d = rows
+        a, b, c, d = _mix(a, b, c, d, m[0:8:2], m[1:8:2])
         b, c, d = jnp.roll(b, -1), jnp.roll(c, -2), jnp.roll(d, -3)
         a, b, c, d = _mix(a, b, c, d, m[8:16:2], m[9:16:2])
         return (a, jnp.roll(b, 1), jnp.roll(c, 2), jnp.roll(d, 3)), None

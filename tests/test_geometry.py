@@ -106,11 +106,11 @@ def test_what_cannot_work_is_refused_with_the_reason(specs, options, words):
 
 
 def test_unknown_kinds_and_stray_windows_are_refused():
-    with pytest.raises(UserError, match="group.kind: got 'rotary'; use one of: mla, full"):
+    with pytest.raises(UserError, match=r"group\.kind: got 'rotary'; use one of: mla, full"):
         GroupSpec("x", "rotary", 16)
-    with pytest.raises(UserError, match="x.window"):
+    with pytest.raises(UserError, match=r"x\.window"):
         GroupSpec("x", "sliding_window", 16)
-    with pytest.raises(UserError, match="x.rows_per_rank: got 0"):
+    with pytest.raises(UserError, match=r"x\.rows_per_rank: got 0"):
         GroupSpec("x", "mla", 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from hybrid_kv.cache.config import CacheConfig
@@ -25,7 +26,7 @@ from hybrid_kv.hashing import KEY_WORDS
 
 def check(config: CacheConfig, state: CacheState) -> list[str]:
     """Broken invariants in words; empty if all hold. Runs on the host."""
-    host = CacheState(*(np.asarray(leaf) for leaf in state))
+    host = jax.device_get(state)
     return [*_references(config, host), *_free_lists(config, host), *_index(config, host), *_requests(config, host)]
 
 
@@ -39,24 +40,20 @@ def _references(config: CacheConfig, state: CacheState) -> list[str]:
     wrong = np.flatnonzero(counted != state.blocks[:, REF])
     nulls = np.array(config.pool_offset)
     problems = [f"block {b}: {state.blocks[b, REF]} references, {counted[b]} holders" for b in wrong]
-    problems += [
-        f"null block {b} is referenced or keyed" for b in nulls if counted[b] or state.blocks[b, PLACES:].any()
-    ]
-    owned = np.concatenate([requests[:, fields.running].ravel(), requests[:, fields.turn_slot].ravel()])
-    owned = np.concatenate(
-        [owned[owned > 0], requests[:, fields.emit_slot].ravel()[requests[:, fields.emit_slot].ravel() > 0]]
-    )
-    problems += [
-        f"state {b} has two writers" for b, n in zip(*np.unique(owned, return_counts=True), strict=True) if n > 1
-    ]
-    problems += [f"state {b} is written while it has a key" for b in owned if state.blocks[b, PLACES:].any()]
+    keyed = (state.blocks[:, PLACES:] > 0).any(1)
+    problems += [f"null block {b} is referenced or keyed" for b in nulls if counted[b] or keyed[b]]
+    writes = (fields.running, fields.turn_slot, fields.emit_slot)
+    written = np.concatenate([requests[:, part].ravel() for part in writes])
+    states, writers = np.unique(written[written > 0], return_counts=True)
+    problems += [f"state {b} has two writers" for b in states[writers > 1]]
+    problems += [f"state {b} is written while it has a key" for b in states[keyed[states]]]
     return problems
 
 
 def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
     problems = []
     for pool, (first, count) in enumerate(zip(config.pool_offset, config.pool_blocks, strict=True)):
-        top, head, tail, free = (state.pools[pool, i] for i in (STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS))
+        top, head, tail, free = (int(state.pools[pool, i]) for i in (STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS))
         capacity = RING_FACTOR * count
         stack = state.stack[first : first + top]
         at = RING_FACTOR * first + np.arange(head, tail) % capacity
@@ -77,16 +74,16 @@ def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
 
 
 def _index(config: CacheConfig, state: CacheState) -> list[str]:
-    filed = np.flatnonzero(state.index[:, KEY_WORDS])
-    owner = state.index[filed, KEY_WORDS].astype(np.int64)
+    filed = np.flatnonzero(state.entries[:, KEY_WORDS])
+    owner = state.entries[filed, KEY_WORDS].astype(np.int64)
     block, unit = np.nonzero(state.blocks[:, PLACES:])
     places = state.blocks[block, PLACES + unit] - 1
     problems = []
     if not np.array_equal(np.sort(places), filed):
         problems.append(f"index: {len(filed)} keys are filed, blocks remember {len(places)}")
-    elif not np.array_equal(state.index[places, KEY_WORDS].astype(np.int64), block):
+    elif not np.array_equal(state.entries[places, KEY_WORDS].astype(np.int64), block):
         problems.append("index: a key points to a block that does not remember it")
-    if len(np.unique(state.index[filed, :KEY_WORDS], axis=0)) != len(filed):
+    if len(np.unique(state.entries[filed, :KEY_WORDS], axis=0)) != len(filed):
         problems.append("index: a key is filed twice")
     if (owner >= config.total_blocks).any():
         problems.append("index: a key points outside the pools")
@@ -97,7 +94,7 @@ def _requests(config: CacheConfig, state: CacheState) -> list[str]:
     fields, problems = layout(config), []
     for slot in np.flatnonzero(state.requests[:, fields.STATUS] != FREE):
         row = state.requests[slot]
-        known, computed, scheduled = row[fields.KNOWN], row[fields.COMPUTED], row[fields.SCHEDULED]
+        known, computed, scheduled = (int(row[i]) for i in (fields.KNOWN, fields.COMPUTED, fields.SCHEDULED))
         if not 0 <= computed + scheduled <= known <= config.max_context:
             problems.append(f"request {slot}: computed {computed} + scheduled {scheduled}, known {known}")
         if row[fields.HIT] > max(known - 1, 0) or row[fields.HIT] % config.unit:

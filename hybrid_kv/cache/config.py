@@ -90,6 +90,10 @@ class CacheConfig:
     def total_blocks(self) -> int:
         return sum(self.pool_blocks)
 
+    def pool_name(self, pool: int) -> str:
+        """Names of the groups that draw from a pool."""
+        return "+".join(g.name for i, g in enumerate(self.geometry.groups) if self.group_pool[i] == pool)
+
     def group(self, index: int) -> GroupGeometry:
         return self.geometry.groups[index]
 

@@ -68,29 +68,31 @@ def locate(index: jax.Array, key: jax.Array) -> Place:
     return Place(place, jnp.where(present, entries[pick, KEY_WORDS].astype(jnp.int32), 0))
 
 
-def put(state: CacheState, key: jax.Array, place: jax.Array, block: jax.Array, unit: jax.Array, ok: jax.Array):
+def put(
+    state: CacheState, key: jax.Array, place: jax.Array, block: jax.Array, unit: jax.Array, ok: jax.Array
+) -> CacheState:
     """File `key` at `place` for `block` as its unit-th key; drops the place of a former owner.
 
     Nothing happens unless `ok`.
     """
-    former = state.index[place, KEY_WORDS].astype(jnp.int32)
+    former = state.entries[place, KEY_WORDS].astype(jnp.int32)
     outside = state.blocks.shape[0]
     blocks = state.blocks.at[jnp.where(ok & (former > 0), former, outside), PLACES + unit].set(0, mode="drop")
     blocks = blocks.at[jnp.where(ok, block, outside), PLACES + unit].set(place + 1, mode="drop")
     entry = jnp.concatenate([key, block.astype(jnp.uint32)[None]])
-    index = state.index.at[jnp.where(ok, place, state.index.shape[0])].set(entry, mode="drop")
-    return state._replace(index=index, blocks=blocks)
+    entries = state.entries.at[jnp.where(ok, place, state.entries.shape[0])].set(entry, mode="drop")
+    return state._replace(entries=entries, blocks=blocks)
 
 
 def remove_blocks(state: CacheState, blocks: jax.Array) -> CacheState:
     """Drop every key of the given blocks (int32[n], 0: none) and remember them as evicted."""
     places = jnp.where(blocks[:, None] > 0, state.blocks[blocks, PLACES:], 0).reshape(-1) - 1
-    outside = state.index.shape[0]
-    keys = state.index[jnp.maximum(places, 0), :2]
+    outside = state.entries.shape[0]
+    keys = state.entries[jnp.maximum(places, 0), :2]
     ghost_at = jnp.where(places >= 0, (keys[:, 0] % np.uint32(state.ghosts.shape[0])).astype(jnp.int32), outside)
     return state._replace(
         ghosts=state.ghosts.at[ghost_at].set(keys[:, 1] | np.uint32(1), mode="drop"),
-        index=state.index.at[jnp.where(places >= 0, places, outside)].set(np.uint32(0), mode="drop"),
+        entries=state.entries.at[jnp.where(places >= 0, places, outside)].set(np.uint32(0), mode="drop"),
         blocks=state.blocks.at[jnp.where(blocks > 0, blocks, state.blocks.shape[0]), PLACES:].set(0, mode="drop"),
     )
 

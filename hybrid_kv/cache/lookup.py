@@ -50,14 +50,14 @@ def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.A
     within = lane < cap
     reachable, tables = cap, []
     for position, group in enumerate(geometry.attention):
-        found = jnp.where(within, index.find(state.index, index.tag(keys, group)), 0)
+        found = jnp.where(within, index.find(state.entries, index.tag(keys, group)), 0)
         depth, blocks = _append_only(found, config.units_per_block(group), config.columns[position])
         reachable = jnp.minimum(reachable, depth)
         tables.append((blocks, config.units_per_block(group)))
     serves = lane < reachable
     found_states = []
     for group in geometry.recurrent:
-        found = jnp.where(within, index.find(state.index, index.tag(keys, group)), 0)
+        found = jnp.where(within, index.find(state.entries, index.tag(keys, group)), 0)
         found_states.append(found)
         serves &= found > 0
     units = jnp.where(serves, lane + 1, 0).max(initial=0)

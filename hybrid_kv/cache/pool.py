@@ -33,7 +33,9 @@ def free_blocks(state: CacheState, pool: int) -> jax.Array:
     return state.pools[pool, FREE_BLOCKS]
 
 
-def take(config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int):
+def take(
+    config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int
+) -> tuple[CacheState, jax.Array]:
     """Take `count` <= `most` blocks with one reference each: (state, int32[most], 0 beyond count).
 
     The caller has checked that `count` blocks are free. Keys of reused blocks are dropped.

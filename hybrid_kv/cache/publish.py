@@ -69,7 +69,7 @@ def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> 
 
 def _file(state: CacheState, key: jax.Array, block: jax.Array, unit: jax.Array, covered: jax.Array) -> CacheState:
     """File one key as the unit-th of `block` (0: nothing) unless another block holds as much."""
-    found = index.locate(state.index, key)
+    found = index.locate(state.entries, key)
     units = jnp.arange(1, state.blocks.shape[1] - PLACES + 1, dtype=jnp.int32)
     held = jnp.where(state.blocks[found.block, PLACES:] > 0, units, 0).max()
     better = (found.block == 0) | ((found.block != block) & (covered > held))

@@ -33,7 +33,7 @@ class CacheState(NamedTuple):
     tables   i32[R, C]     block ids of the append-only groups, their columns side by side; ids count
                            through all pools, 0 is none
     blocks   i32[B, 2 + K] references, stamp of the last release, index places of the keys
-    index    u32[I, 5]     buckets of eight: key tagged with its group, block id (0: empty)
+    entries  u32[I, 5]     the prefix index, buckets of eight: key tagged with its group, block id (0: empty)
     ghosts   u32[J]        fingerprints of evicted keys, direct mapped
     stack    i32[B]        free blocks without a key, per pool, last in first out
     ring     i32[4B, 2]    free blocks with keys, per pool, least recently released first;
@@ -46,7 +46,7 @@ class CacheState(NamedTuple):
     keys: jax.Array
     tables: jax.Array
     blocks: jax.Array
-    index: jax.Array
+    entries: jax.Array
     ghosts: jax.Array
     stack: jax.Array
     ring: jax.Array
@@ -132,7 +132,7 @@ def initial_state(config: CacheConfig) -> CacheState:
         keys=jnp.zeros((config.max_requests, config.units, KEY_WORDS), jnp.uint32),
         tables=jnp.zeros((config.max_requests, max(sum(config.columns), 1)), jnp.int32),
         blocks=jnp.zeros((config.total_blocks, PLACES + config.max_units_per_block), jnp.int32),
-        index=jnp.zeros((places, KEY_WORDS + 1), jnp.uint32),
+        entries=jnp.zeros((places, KEY_WORDS + 1), jnp.uint32),
         ghosts=jnp.zeros((places,), jnp.uint32),
         stack=jnp.asarray(stack),
         ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),

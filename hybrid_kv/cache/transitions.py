@@ -10,11 +10,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache import pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.publish import publish_state, publish_turn_end, publish_units
 from hybrid_kv.cache.state import FREE, NEXT_SEQ, PREEMPTED, WAITING, CacheState, RequestLayout, initial_state, layout
+
+# On the host or on a device.
+Ints = jax.Array | np.ndarray
 
 
 class Outcome(NamedTuple):
@@ -24,9 +28,9 @@ class Outcome(NamedTuple):
     unit_keys u32[R, A, 4]: keys of the hash units that the appended tokens complete, in order.
     """
 
-    produced: jax.Array
-    finished: jax.Array
-    unit_keys: jax.Array
+    produced: Ints
+    finished: Ints
+    unit_keys: Ints
 
 
 def keys_per_append(config: CacheConfig) -> int:
@@ -34,7 +38,9 @@ def keys_per_append(config: CacheConfig) -> int:
     return -(-config.max_append // config.unit)
 
 
-def arrive(config: CacheConfig, state: CacheState, prompt: jax.Array, flags: jax.Array, keys: jax.Array):
+def arrive(
+    config: CacheConfig, state: CacheState, prompt: jax.Array, flags: jax.Array, keys: jax.Array
+) -> tuple[CacheState, jax.Array]:
     """Queue a request: (state, slot), slot -1 and the same state if all slots are taken.
 
     prompt: tokens. flags: `lookup.SKIP_READ`, `lookup.SALTED`. keys: uint32[U, 4] of its whole units.
@@ -77,7 +83,7 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
     )
     state = _for_rows(config, pinned, _settle, state)
     state = _append(config, state, outcome)
-    return _for_rows(config, outcome.finished, _end, state)
+    return _for_rows(config, jnp.asarray(outcome.finished), _end, state)
 
 
 def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
@@ -100,7 +106,7 @@ def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState
     return _for_rows(config, live, _end, pool.compact(config, state))
 
 
-def reset(config: CacheConfig, state: CacheState):
+def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
     """Forget all cached content: (state, done). Refused, state unchanged, while a request runs."""
     empty = initial_state(config)
     idle = (state.requests[:, layout(config).STATUS] <= WAITING).all()

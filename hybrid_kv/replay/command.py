@@ -21,7 +21,7 @@ from hybrid_kv.simulate.traces import TraceRequest, map_trace
 @dataclass(frozen=True)
 class ReplayOptions:
     """trace, checkpoint, mesh: as given, for the report. grid: tokens, the granularity of the ceilings.
-    token_budget: tokens of one step.
+    token_budget: tokens of one step. check_every_step: check all invariants of the cache after each step.
 
     out: folder for report.json and report.png, made if absent; None writes nothing.
     configuration: the cache options, for the report.
@@ -34,6 +34,7 @@ class ReplayOptions:
     token_budget: int
     in_flight: int
     verify: bool
+    check_every_step: bool
     out: Path | None
     configuration: Mapping[str, Any]
 
@@ -60,10 +61,16 @@ def run_replay(
     before = engine.stats()
     with _phase(seconds, "replay"), _progress(console, "replay", len(requests)) as advance:
         run = replay(
-            engine, requests, sampling, options.token_budget, options.in_flight, on_end=lambda served: advance(1)
+            engine,
+            requests,
+            sampling,
+            options.token_budget,
+            options.in_flight,
+            check_every_step=options.check_every_step,
+            on_end=lambda served: advance(1),
         )
     summary = report.summarise(run, before, engine.stats(), options.grid)
-    broken = engine.check()
+    broken = engine.check() + leaks(engine.stats().pools)
     del engine  # its pools are not needed beside the second engine's
     verification = _verify(options, run, make_engine, seconds, console) if options.verify else None
 
@@ -75,6 +82,11 @@ def run_replay(
     for sentence in failed:
         console.print(f"FAILED: {sentence}")
     return 1 if failed else 0
+
+
+def leaks(pools: Mapping[str, tuple[int, int, int, int]]) -> list[str]:
+    """Pools that still have blocks in use although nothing is live, in words."""
+    return [f"pool {name}: {used} blocks in use at the end" for name, (used, *_) in pools.items() if used]
 
 
 def _verify(

@@ -71,13 +71,15 @@ def replay(
     token_budget: int,
     in_flight: int = 8,
     sample_every: int = 8,
+    check_every_step: bool = False,
     on_end: Callable[[Served], None] = lambda served: None,
 ) -> ReplayRun:
     """Serves all requests; `sampling(n)` gives the parameters for a greedy answer of exactly n tokens.
 
     requests: their tokens already are tokens of the model (`map_trace`). token_budget: of one step.
-    sample_every: steps between two looks at the pools. Raises UserError for a request the engine refuses,
-    ReplayFailure when the engine stops making progress or ends an answer early.
+    sample_every: steps between two looks at the pools. check_every_step: stop at the first broken invariant.
+    Raises UserError for a request the engine refuses, ReplayFailure when the engine stops making progress, ends an
+    answer early or breaks an invariant.
     """
     if in_flight < 1:
         raise UserError("in flight", in_flight, "must be at least 1")
@@ -105,6 +107,9 @@ def replay(
         outputs = engine.step()
         splits += watch.after_step(outputs)
         steps += 1
+        broken = engine.check() if check_every_step else []
+        if broken:
+            raise ReplayFailure(f"broken invariant after step {steps}: {broken[0]}")
         for request_id in [output.request_id for output in outputs if output.finished]:
             one = live.pop(request_id)
             served = _served(one, requests[one.index], engine.result(request_id), time.perf_counter() - start)

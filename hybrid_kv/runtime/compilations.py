@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
@@ -11,7 +9,7 @@ _count = 0
 _listening = False
 
 
-def _listen(event: str, duration: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
     global _count
     if event == _EVENT:
         _count += 1

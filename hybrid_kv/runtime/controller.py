@@ -91,11 +91,10 @@ class Controller:
         blocks, pools = np.asarray(self.state.blocks), np.asarray(self.state.pools)
         counts = {}
         for pool, (first, count) in enumerate(zip(self.config.pool_offset, self.config.pool_blocks, strict=True)):
-            names = [g.name for i, g in enumerate(self.config.geometry.groups) if self.config.group_pool[i] == pool]
             rows = blocks[first + 1 : first + count]
             cached = int(((rows[:, REF] == 0) & (rows[:, PLACES:] > 0).any(1)).sum())
             free = int(pools[pool, FREE_BLOCKS])
-            counts["+".join(names)] = (count - 1 - free, cached, free - cached, count - 1)
+            counts[self.config.pool_name(pool)] = (count - 1 - free, cached, free - cached, count - 1)
         return counts
 
     def check(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +68,8 @@ class DeviceStep:
     ) -> None:
         self.mesh, self.sharding, self.interleave = mesh, sharding, interleave
         self.build, self.params = build, dict(params)
-        self.param_specs = {name: array.sharding.spec for name, array in self.params.items()}
-        self.cache_specs = Caches(*(sharding[name].spec for name in Caches._fields))
+        self.param_specs = {name: getattr(array.sharding, "spec", P()) for name, array in self.params.items()}
+        self.cache_specs: Any = Caches(*(cast(Any, sharding[name].spec) for name in Caches._fields))
         self.caches = Caches(
             *(
                 jax.jit(
@@ -121,5 +121,5 @@ class DeviceStep:
             tokens = sample(wanted, unpack(flat[:-rows], packing).sampling)
             return tokens, logits, caches
 
-        shardings = Caches(*(NamedSharding(self.mesh, spec) for spec in self.cache_specs))
+        shardings = Caches(*(cast(Any, NamedSharding(self.mesh, spec)) for spec in self.cache_specs))
         return jax.jit(step, donate_argnums=1, out_shardings=(self.replicated, self.replicated, shardings))

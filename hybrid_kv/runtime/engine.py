@@ -28,10 +28,11 @@ from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.models.parameters import check_mesh
 from hybrid_kv.plan import StepPlan
-from hybrid_kv.planning import CacheOptions, CachePlan, CacheShape, plan_cache
+from hybrid_kv.planning import CacheOptions, CachePlan, plan_cache
 from hybrid_kv.runtime import metadata
 from hybrid_kv.runtime.compilations import compilations
 from hybrid_kv.runtime.controller import Controller
+from hybrid_kv.runtime.describe import cache_shape, describe
 from hybrid_kv.runtime.device import DeviceStep
 from hybrid_kv.runtime.requests import Prompt, Request, RequestResult, SamplingParams, StepOutput
 from hybrid_kv.sharding import AXES, MeshSpec
@@ -59,24 +60,6 @@ class EngineStats:
     pools: dict[str, tuple[int, int, int, int]]
 
 
-def cache_shape(model: KimiLinearConfig, dtype: str) -> CacheShape:
-    """What the planner has to know of a model."""
-    itemsize = jnp.dtype(dtype).itemsize
-    return CacheShape(
-        mla_layers=model.mla_layers,
-        recurrent_layers=model.kda_layers,
-        latent=model.latent_width,
-        position=model.rope_width,
-        heads=model.kda_heads,
-        key=model.kda_head_dim,
-        value=model.kda_head_dim,
-        taps=model.conv_width,
-        max_context=model.context_length,
-        row_itemsize=itemsize,
-        conv_itemsize=itemsize,
-    )
-
-
 class Engine:
     """Serves one model replica. Not thread safe: one caller steps it."""
 
@@ -84,7 +67,8 @@ class Engine:
         self, model: KimiLinearConfig, params: Mapping[str, jax.Array], plan: CachePlan, mesh: Mesh, dtype: str
     ) -> None:
         config = plan.config
-        self.plan, self.config, self.vocab_size = plan, config, model.vocab_size
+        self.model, self.plan, self.config, self.dtype = model, plan, config, dtype
+        self.vocab_size = model.vocab_size
         self._stops = frozenset(model.eos_token_ids)
         dtypes = {"mla": dtype, "kda": "float32", "conv": dtype}
         self._controller = Controller(config)
@@ -172,7 +156,7 @@ class Engine:
     def warm_up(self, score: bool = False) -> None:
         """Compile every step size, and the scoring steps too if asked; afterwards nothing compiles."""
         compilations()
-        null = metadata.null_plan(self.config, self._controller.warm_up())
+        null = metadata.null_plan(self._controller.warm_up())
         for tokens in (self.config.max_requests, *self.plan.buckets):
             for all_logits in (False, True) if score else (False,):
                 decode_only = tokens == self.config.max_requests
@@ -316,8 +300,8 @@ class Engine:
         return self._controller.check()
 
     def describe(self) -> str:
-        """Geometry, sharding map and memory."""
-        return self.plan.report()
+        """Geometry, sharding maps and memory."""
+        return describe(self.model, self.plan, self.dtype)
 
     # Checks
 
@@ -352,9 +336,6 @@ class Engine:
         for index, need in enumerate(self.config.blocks_of(total)):
             there = self.config.pool_blocks[index] - 1
             if need > there:
-                names = [
-                    g.name for i, g in enumerate(self.config.geometry.groups) if self.config.group_pool[i] == index
-                ]
                 fix = f"one request of {total} tokens needs {need} blocks of it; enlarge the pool"
-                raise UserError(f"pool {'+'.join(names)}", there, fix)
+                raise UserError(f"pool {self.config.pool_name(index)}", there, fix)
         return values

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from hybrid_kv.cache.config import CacheConfig
@@ -12,14 +13,15 @@ from hybrid_kv.models.batch import AttentionInputs, ModelBatch, RecurrentInputs
 from hybrid_kv.plan import StepPlan
 from hybrid_kv.runtime.requests import Request
 from hybrid_kv.runtime.sampler import SamplingInputs
+from hybrid_kv.typing import Array, Int32
 from pallas_kernels.rows import RaggedRows
 
 
 class StepInputs(NamedTuple):
-    """Everything a device step reads besides weights and caches. copies: i32[R, 2] (source, target)."""
+    """Everything a device step reads besides weights and caches. copies: (source, target) block of every row."""
 
     batch: ModelBatch
-    copies: np.ndarray
+    copies: Int32[Array, "R 2"]
     sampling: SamplingInputs
 
 
@@ -30,56 +32,54 @@ def bucket_of(plan: StepPlan, buckets: Sequence[int]) -> tuple[int, bool]:
     return next(bucket for bucket in buckets if bucket >= int(plan.tokens)), False
 
 
-def build(config: CacheConfig, plan: StepPlan, requests: Sequence[Request | None], tokens: int, all_logits: bool):
-    """The inputs of a step of `tokens` packed tokens.
+def build(
+    config: CacheConfig, plan: StepPlan, requests: Sequence[Request | None], tokens: int, all_logits: bool
+) -> tuple[StepInputs, np.ndarray]:
+    """The inputs of a step of `tokens` packed tokens, and the packed index of every row's last token.
 
     plan: on the host. requests: by request slot. all_logits: every packed token wants logits, not
-    only the last of each row.
+    only the last of each row. Rows lie in plan order, those of one token first, so that the rows of
+    a decode step lie at their own index.
     """
     rows = len(plan.slot)
-    length = plan.length.astype(np.int32)
-    # Rows of a decode step lie at their own index; all rows have length 1 first, then 0.
-    offset = (np.cumsum(length) - length).astype(np.int32)
-    packed = np.zeros(tokens, np.int32)
-    sampling = SamplingInputs(
-        np.zeros(rows, np.float32),
-        np.zeros(rows, np.int32),
-        np.ones(rows, np.float32),
-        np.zeros(rows, np.int32),
-        np.zeros(rows, np.int32),
-    )
+    length: Any = plan.length
+    start_of_row: Any = np.where(length > 0, plan.start, 0)
+    offset: Any = (np.cumsum(length) - length).astype(np.int32)
+    last: Any = np.maximum(offset + length - 1, 0).astype(np.int32)
+    every_token: Any = np.arange(tokens, dtype=np.int32)
+    packed, params = _int32(tokens), SamplingInputs(_float32(rows), _int32(rows), _float32(rows), *_int32(2, rows))
     for row in range(int(plan.rows)):
-        request = requests[plan.slot[row]]
+        request = requests[int(plan.slot[row])]
         assert request is not None
         start, count = int(plan.start[row]), int(length[row])
         packed[offset[row] : offset[row] + count] = request.tokens[start : start + count]
-        params = request.sampling
-        sampling.temperature[row], sampling.top_k[row] = params.temperature, params.top_k
-        sampling.top_p[row], sampling.seed[row] = params.top_p, params.seed
-        sampling.position[row] = start + count
-    last = np.maximum(offset + length - 1, 0).astype(np.int32)
-    recurrent = (
-        RecurrentInputs(plan.read[0], plan.write[0], plan.emit_position, plan.emit_slot[0])
-        if config.geometry.recurrent
-        else RecurrentInputs(*(np.zeros(rows, np.int32),) * 2, *(np.zeros((rows, 1), np.int32),) * 2)
-    )
-    striped = bool(config.geometry.attention)
+        chosen = request.sampling
+        values = (chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed, start + count)
+        for field, value in zip(params, values, strict=True):
+            field[row] = value
     batch = ModelBatch(
         tokens=packed,
-        rows=RaggedRows(offset, length, np.where(length > 0, plan.start, 0).astype(np.int32)),
-        attention=AttentionInputs(plan.tables[0] if striped else np.zeros((rows, 1), np.int32)),
-        recurrent=recurrent,
-        logits_index=np.arange(tokens, dtype=np.int32) if all_logits else last,
+        rows=RaggedRows(offset, length, start_of_row),
+        attention=AttentionInputs(plan.tables[0] if config.geometry.attention else _int32(rows, 1)),
+        recurrent=RecurrentInputs(plan.read[0], plan.write[0], plan.emit_position, plan.emit_slot[0])
+        if config.geometry.recurrent
+        else RecurrentInputs(*_int32(2, rows), *_int32(2, rows, 1)),
+        logits_index=every_token if all_logits else last,
     )
-    return StepInputs(batch, plan.copies[0] if striped else np.zeros((rows, 2), np.int32), sampling), last
+    return StepInputs(batch, plan.copies[0] if config.geometry.attention else _int32(rows, 2), params), last
 
 
-def null_plan(config: CacheConfig, like: StepPlan) -> StepPlan:
+def null_plan(like: StepPlan) -> StepPlan:
     """A plan of the same shapes that runs nothing."""
-    return StepPlan(*(_zeros(field) for field in like))
+    return jax.tree.map(np.zeros_like, like)
 
 
-def _zeros(field):
-    if isinstance(field, tuple):
-        return tuple(np.zeros_like(part) for part in field)
-    return np.zeros_like(field)
+# Host arrays stand in for the device arrays of the tuples above; the step puts them on the devices.
+
+
+def _int32(*shape: int) -> Any:
+    return np.zeros(shape, np.int32)
+
+
+def _float32(*shape: int) -> Any:
+    return np.zeros(shape, np.float32)

@@ -208,7 +208,7 @@ def _emissions(config: CacheConfig, state: CacheState, row, request, start, end,
     keys = state.keys[row, jnp.maximum(wanted // config.unit - 1, 0)]
     filed = jnp.ones_like(inside)
     for group in config.geometry.recurrent:
-        filed &= index.find(state.index, index.tag(keys, group)) > 0
+        filed &= index.find(state.entries, index.tag(keys, group)) > 0
     inside &= ~filed
     chosen = inside & (jnp.cumsum(inside.astype(jnp.int32)) <= spare_states(config, state))
     count = chosen.sum(dtype=jnp.int32)

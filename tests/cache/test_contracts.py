@@ -2,7 +2,7 @@
 
 import functools
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -112,8 +112,8 @@ def test_a_hole_ends_the_hit():
     tokens = prompt(0, 65)
     serve(serving, tokens)
     chain = np.asarray(serving.state.keys)
-    key = index.tag(jax.numpy.asarray(chain[0, 1]), 0)
-    block = index.find(serving.state.index, key[None])
+    key = index.tag(jnp.asarray(chain[0, 1]), 0)
+    block = index.find(serving.state.entries, key[None])
     serving.state = index.remove_blocks(serving.state, block)
     assert serve(serving, tokens) == 0
     assert serving.admissions[-1][2:] == (16, "NO_STATE")
@@ -236,10 +236,8 @@ def test_reasons_of_a_miss():
 def test_arriving_without_a_free_slot_changes_nothing():
     serving = Serving(config(requests=1))
     serving.add(prompt(0, 40))
-    keys = np.zeros((serving.config.units, 4), np.uint32)
-    state, slot = transitions.arrive(
-        serving.config, serving.state, jax.numpy.int32(3), jax.numpy.int32(0), jax.numpy.asarray(keys)
-    )
+    keys = jnp.zeros((serving.config.units, 4), jnp.uint32)
+    state, slot = transitions.arrive(serving.config, serving.state, jnp.int32(3), jnp.int32(0), keys)
     assert int(slot) == -1
     assert all(np.array_equal(a, b) for a, b in zip(state, serving.state, strict=True))
 
