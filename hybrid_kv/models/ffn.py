@@ -6,7 +6,7 @@ from flax import nnx
 
 from hybrid_kv.models.axes import tensor_rank, tensor_sum
 from hybrid_kv.models.config import KimiLinearConfig
-from hybrid_kv.models.routing import combine_matrix, route
+from hybrid_kv.models.routing import combine_matrix, route, selection_margin
 from hybrid_kv.typing import Array, Float
 
 
@@ -46,7 +46,8 @@ class MoeFfn(nnx.Module):
         self.shared_up = nnx.Param(params["shared_up"])
         self.shared_down = nnx.Param(params["shared_down"])
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T D"], Float[Array, "T"]]:
+        """Output, and how far each token was from choosing another expert (`selection_margin`)."""
         config = self.config
         router = self.router[...].astype(jnp.float32)
         logits = jnp.matmul(x.astype(jnp.float32), router.T, precision=jax.lax.Precision.HIGHEST)
@@ -61,4 +62,9 @@ class MoeFfn(nnx.Module):
         share = jax.lax.dynamic_slice_in_dim(share, tensor_rank() * local, local, axis=1)
         inner = jax.nn.silu(jnp.einsum("td,efd->tef", x, gate)) * jnp.einsum("td,efd->tef", x, up)
         routed = jnp.einsum("tef,edf->td", inner * share.astype(x.dtype)[:, :, None], down)
-        return tensor_sum(routed + gated(x, self.shared_gate[...], self.shared_up[...], self.shared_down[...]))
+        margin = selection_margin(
+            logits, self.bias[...], top_k=config.experts_per_token, groups=config.expert_groups,
+            groups_kept=config.expert_groups_kept,
+        )  # fmt: skip
+        shared = gated(x, self.shared_gate[...], self.shared_up[...], self.shared_down[...])
+        return tensor_sum(routed + shared), margin

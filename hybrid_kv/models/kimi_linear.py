@@ -85,10 +85,17 @@ class KimiLinear(nnx.Module):
         Returns:
           fp32 logits over the whole vocabulary of the tokens in `logits_index`, and the caches.
         """
-        h, caches = self._layers(self._embed(batch.tokens), batch, caches, decode_only, interleave)
-        h = h[jnp.clip(batch.logits_index, 0, h.shape[0] - 1)]
-        logits = (self.norm(h) @ self.head[...].T).astype(jnp.float32)
-        return jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True), caches
+        logits, _, caches = self.with_margins(batch, caches, decode_only=decode_only, interleave=interleave)
+        return logits, caches
+
+    def with_margins(
+        self, batch: ModelBatch, caches: Caches, *, decode_only: bool, interleave: int = 1
+    ) -> tuple[Float[Array, "Q vocab"], Float[Array, "Q"], Caches]:
+        """As a call, with the smallest expert selection margin of each wanted token over all layers."""
+        h, margin, caches = self._layers(self._embed(batch.tokens), batch, caches, decode_only, interleave)
+        wanted = jnp.clip(batch.logits_index, 0, h.shape[0] - 1)
+        logits = (self.norm(h[wanted]) @ self.head[...].T).astype(jnp.float32)
+        return jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True), margin[wanted], caches
 
     def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """Rows of the vocabulary-split table; an id outside the vocabulary gives zeros."""
@@ -99,7 +106,7 @@ class KimiLinear(nnx.Module):
 
     def _layers(
         self, h: Float[Array, "T D"], batch: ModelBatch, caches: Caches, decode_only: bool, interleave: int
-    ) -> tuple[Float[Array, "T D"], Caches]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T"], Caches]:
         config = self.config
         kinds = {
             "kda": config.kda_layers, "mla": config.mla_layers,
@@ -113,7 +120,7 @@ class KimiLinear(nnx.Module):
         }
 
         def layer(i, carry):
-            h, caches = carry
+            h, margin, caches = carry
             x = rms_norm(h, self.mixer_norm[...][i], config.rms_norm_eps)
 
             def kda(carry):
@@ -138,7 +145,13 @@ class KimiLinear(nnx.Module):
             if config.dense_layers:
                 (y,) = _when(has["dense"][i], lambda _: (_layer(self.dense, place["dense"][i])(x),), (y,))
             if config.moe_layers:
-                (y,) = _when(has["moe"][i], lambda _: (_layer(self.moe, place["moe"][i])(x),), (y,))
-            return h + y, Caches(mla_pool, kda_pool, conv_pool)
 
-        return jax.lax.fori_loop(0, config.layers, layer, (h, caches))
+                def moe(carry):
+                    out, gap = _layer(self.moe, place["moe"][i])(x)
+                    return out, jnp.minimum(carry[1], gap)
+
+                y, margin = _when(has["moe"][i], moe, (y, margin))
+            return h + y, margin, Caches(mla_pool, kda_pool, conv_pool)
+
+        start = (h, jnp.full(h.shape[0], jnp.inf, jnp.float32), caches)
+        return jax.lax.fori_loop(0, config.layers, layer, start)

@@ -34,9 +34,9 @@ class ReplayOptions:
     token_budget: int
     in_flight: int
     verify: bool
-    check_every_step: bool
     out: Path | None
     configuration: Mapping[str, Any]
+    check_every_step: bool = False
 
 
 def run_replay(
@@ -99,7 +99,7 @@ def _verify(
     with _phase(seconds, "verify"):
         plain = make_engine(False)
         with _progress(console, "verify", len(run.served)) as advance:
-            return verify(plain.score, run.served, on_judged=advance)
+            return verify(plain.score_with_margins, run.served, on_judged=advance)
 
 
 def _write(

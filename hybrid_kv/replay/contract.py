@@ -8,8 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from hybrid_kv.typing import Float
-
 
 @runtime_checkable
 class StepLike(Protocol):
@@ -65,6 +63,10 @@ class StatsLike(Protocol):
     def pools(self) -> Mapping[str, tuple[int, int, int, int]]: ...
 
 
+# Logits float32[T, vocabulary] and expert margins float32[T].
+ScoresLike = tuple[np.ndarray, np.ndarray]
+
+
 @runtime_checkable
 class ReplayEngine(Protocol):
     """The part of the engine that a replay drives."""
@@ -79,7 +81,7 @@ class ReplayEngine(Protocol):
     def add_request(self, prompt: Sequence[int], sampling: Any) -> int: ...
     def step(self) -> Sequence[StepLike]: ...
     def result(self, request_id: int) -> ResultLike: ...
-    def score(self, tokens: Sequence[int]) -> Float[np.ndarray, "T vocab"]: ...
+    def score_with_margins(self, tokens: Sequence[int]) -> ScoresLike: ...
     def stats(self) -> StatsLike: ...
     def check(self) -> list[str]: ...
 

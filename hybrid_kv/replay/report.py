@@ -80,6 +80,7 @@ def request_rows(served: Sequence[Served]) -> list[dict[str, Any]]:
             "session": one.session,
             "prompt_tokens": len(one.prompt),
             "answer_tokens": len(one.answer),
+            "answer": one.answer.tolist(),
             "hit": one.hit,
             "reason": one.reason,
             "prefill_chunks": len(one.chunks),
@@ -172,9 +173,11 @@ def print_verification(console: Console, verification: Verification) -> None:
     console.print(
         f"verify: {verification.requests} answers of {verification.tokens:,} tokens against the run without "
         f"the cache ({verification.sequences_scored} sequences, {verification.tokens_scored:,} tokens "
-        f"scored): {len(verification.mismatches)} wrong, {len(verification.ties)} near ties"
+        f"scored): {len(verification.mismatches)} wrong, {len(verification.ties)} near ties, "
+        f"{len(verification.expert_ties)} after an expert tie"
     )
     _print_list(console, "near tie", verification.ties)
+    _print_list(console, "expert tie", verification.expert_ties)
     _print_list(console, "wrong", verification.mismatches)
 
 
@@ -182,7 +185,7 @@ def _print_list(console: Console, word: str, found: Sequence[Mismatch]) -> None:
     for one in found[:SHOWN]:
         console.print(
             f"  {word}: request {one.index}, answer token {one.offset}: served {one.served}, "
-            f"plain run {one.plain}, {one.margin:.2e} apart"
+            f"plain run {one.plain}, {one.margin:.2e} apart (experts {one.expert_margin:.2e})"
         )
     if len(found) > SHOWN:
         console.print(f"  ... and {len(found) - SHOWN} more")

@@ -2,6 +2,10 @@
 
 The plain run is teacher-forced: prompt + answer is scored in one go, and every answer token has to be the
 most likely one after what precedes it. By induction that is the greedy run without a cache, token for token.
+
+Two orders of adding the same fp32 numbers differ in the last bits. That can turn a choice between near equals
+in two places: the token itself, and the experts of a token, whose change then shows in the logits of that
+token and of some that follow it. Both are counted apart from wrong tokens and printed with their margins.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,32 +13,45 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybrid_kv.replay.contract import ScoresLike
 from hybrid_kv.replay.run import Served
 
 # Logits closer than this are a tie between two orders of adding the same numbers in float32.
 TIE_MARGIN = 1e-4
+# Router scores closer than this are a tie between experts: the difference of two fp32 runs of the tiny model was
+# measured at up to 1e-6 in router scores.
+EXPERT_TIE_MARGIN = 5e-6
+# Tokens after an expert tie in which its effect on the recurrent state is accepted as the cause of a difference.
+EXPERT_TIE_REACH = 64
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A served token that the plain run would not have chosen. offset: in the answer. margin: in logits."""
+    """A served token that the plain run would not have chosen. offset: in the answer. margin: in logits.
+
+    expert_margin: smallest router-score margin of the tokens up to EXPERT_TIE_REACH before it.
+    """
 
     index: int
     offset: int
     served: int
     plain: int
     margin: float
+    expert_margin: float
 
 
 @dataclass(frozen=True)
 class Verification:
-    """ties: other choices within TIE_MARGIN of the best logit, allowed. mismatches: wrong tokens."""
+    """ties: other choices within TIE_MARGIN of the best logit, allowed. expert_ties: differences right after a
+    tie between experts, which the plain run could as well have broken the other way. mismatches: wrong tokens.
+    """
 
     requests: int
     tokens: int
     sequences_scored: int
     tokens_scored: int
     ties: tuple[Mismatch, ...]
+    expert_ties: tuple[Mismatch, ...]
     mismatches: tuple[Mismatch, ...]
 
     @property
@@ -43,11 +60,11 @@ class Verification:
 
 
 def verify(
-    score: Callable[[list[int]], np.ndarray],
+    score: Callable[[list[int]], ScoresLike],
     served: Sequence[Served],
     on_judged: Callable[[int], None] = lambda answers: None,
 ) -> Verification:
-    """Checks every answer against `score(tokens) -> float32[T, vocab]`, the model without a cache.
+    """Checks every answer against `score(tokens)`, logits and expert margins of the model without a cache.
 
     A sequence that is the beginning of another one (a turn and the next) is not scored again: row t of the
     logits depends on tokens 0 to t only. on_judged: told how many answers each scored sequence settled.
@@ -55,17 +72,21 @@ def verify(
     # The last token of an answer is judged, never computed on.
     sequences = [np.concatenate([one.prompt, one.answer])[:-1] for one in served]
     ties: list[Mismatch] = []
+    expert_ties: list[Mismatch] = []
     mismatches: list[Mismatch] = []
     groups = group_by_prefix(sequences)
     for longest, members in groups:
-        logits = score(sequences[longest].tolist())
+        logits, margins = score(sequences[longest].tolist())
         if logits.shape[0] != len(sequences[longest]):
             raise ValueError(f"score gave {logits.shape[0]} rows for {len(sequences[longest])} tokens")
         for member in members:
             first = len(served[member].prompt) - 1
-            rows = logits[first : first + len(served[member].answer)]
-            close, wrong = judge(served[member].index, served[member].answer, rows)
+            rows = slice(first, first + len(served[member].answer))
+            close, expert, wrong = judge(
+                served[member].index, served[member].answer, logits[rows], recent_minimum(margins)[rows]
+            )
             ties += close
+            expert_ties += expert
             mismatches += wrong
         del logits  # tens of megabytes for a long context; free before the next one
         on_judged(len(members))
@@ -75,12 +96,21 @@ def verify(
         sequences_scored=len(groups),
         tokens_scored=sum(len(sequences[longest]) for longest, _ in groups),
         ties=tuple(sorted(ties, key=_place)),
+        expert_ties=tuple(sorted(expert_ties, key=_place)),
         mismatches=tuple(sorted(mismatches, key=_place)),
     )
 
 
-def judge(index: int, answer: np.ndarray, rows: np.ndarray) -> tuple[list[Mismatch], list[Mismatch]]:
-    """(ties, mismatches) of one answer against its logit rows, one row for each token."""
+def recent_minimum(margins: np.ndarray) -> np.ndarray:
+    """Smallest margin of every token and the EXPERT_TIE_REACH before it."""
+    padded = np.concatenate([np.full(EXPERT_TIE_REACH, np.inf, margins.dtype), margins])
+    return np.lib.stride_tricks.sliding_window_view(padded, EXPERT_TIE_REACH + 1).min(axis=1)
+
+
+def judge(
+    index: int, answer: np.ndarray, rows: np.ndarray, expert_margins: np.ndarray
+) -> tuple[list[Mismatch], list[Mismatch], list[Mismatch]]:
+    """(ties, expert ties, mismatches) of one answer against its logit rows and recent expert margins."""
     best = rows.argmax(axis=1)
     top = rows.max(axis=1)
     with np.errstate(invalid="ignore"):  # infinity - infinity
@@ -90,11 +120,18 @@ def judge(index: int, answer: np.ndarray, rows: np.ndarray) -> tuple[list[Mismat
     # A row with NaN or infinity proves nothing, whatever its argmax is.
     right = (best == answer) & np.isfinite(top)
     ties: list[Mismatch] = []
+    experts: list[Mismatch] = []
     wrong: list[Mismatch] = []
     for offset in np.nonzero(~right)[0].tolist():
-        found = Mismatch(index, offset, int(answer[offset]), int(best[offset]), float(margin[offset]))
-        (ties if found.margin < TIE_MARGIN else wrong).append(found)
-    return ties, wrong
+        expert = float(min(expert_margins[offset], np.finfo(np.float32).max))
+        found = Mismatch(index, offset, int(answer[offset]), int(best[offset]), float(margin[offset]), expert)
+        if found.margin < TIE_MARGIN:
+            ties.append(found)
+        elif expert < EXPERT_TIE_MARGIN and np.isfinite(top[offset]):
+            experts.append(found)
+        else:
+            wrong.append(found)
+    return ties, experts, wrong
 
 
 def group_by_prefix(sequences: Sequence[np.ndarray]) -> list[tuple[int, list[int]]]:

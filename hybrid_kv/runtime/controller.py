@@ -77,13 +77,14 @@ class Controller:
         return Outcome(np.zeros(slots, np.int32), np.zeros(slots, bool), keys)
 
     def warm_up(self) -> StepPlan:
-        """Compile every transition without changing what is cached; returns an empty plan."""
-        plan = self.plan()
-        self.commit(self.no_outcome())
-        self.withdraw()
-        self.arrive(1, 0, np.zeros((self.config.units, KEY_WORDS), np.uint32))
-        self.abort(0)
-        self.reset()
+        """Compile every transition on a spare state; returns an empty plan."""
+        spare = Controller(self.config)
+        plan = spare.plan()
+        spare.commit(spare.no_outcome())
+        spare.withdraw()
+        spare.arrive(1, 0, np.zeros((self.config.units, KEY_WORDS), np.uint32))
+        spare.abort(0)
+        spare.reset()
         return plan
 
     def pools(self) -> dict[str, tuple[int, int, int, int]]:

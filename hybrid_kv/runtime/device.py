@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hybrid_kv.models.batch import Caches
+from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.runtime.metadata import StepInputs
 from hybrid_kv.runtime.sampler import sample
 from hybrid_kv.sharding import ShardingMap
@@ -59,7 +59,7 @@ class DeviceStep:
 
     def __init__(
         self,
-        build: Callable[[Mapping[str, jax.Array]], nnx.Module],
+        build: Callable[[Mapping[str, jax.Array]], KimiLinear],
         params: Mapping[str, jax.Array],
         mesh: Mesh,
         sharding: ShardingMap,
@@ -84,8 +84,8 @@ class DeviceStep:
 
     def run(
         self, inputs: StepInputs, last: np.ndarray, *, decode_only: bool, all_logits: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Run one step: (tokens i32[R], logits).
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Run one step: (tokens i32[R], logits, expert selection margins of the tokens with logits).
 
         last: packed index of every row's last token, where its next token is sampled. Logits are
         [T, vocabulary] with all_logits, else [R, vocabulary] of the last tokens.
@@ -95,8 +95,8 @@ class DeviceStep:
         if key not in self._steps:
             self._steps[key] = self._compile(packing, decode_only, all_logits)
         flat = jax.device_put(np.concatenate([flat, last.astype(np.int32)]), self.replicated)
-        tokens, logits, self.caches = self._steps[key](self.params, self.caches, flat)
-        return tokens, logits
+        tokens, logits, margins, self.caches = self._steps[key](self.params, self.caches, flat)
+        return tokens, logits, margins
 
     def _compile(self, packing: Packing, decode_only: bool, all_logits: bool):
         rows = packing.shapes[-1][0]
@@ -105,21 +105,23 @@ class DeviceStep:
             inputs = unpack(flat[:-rows], packing)
             mla = copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1])
             model = self.build(params)
-            return model(inputs.batch, caches._replace(mla=mla), decode_only=decode_only, interleave=self.interleave)
+            return model.with_margins(
+                inputs.batch, caches._replace(mla=mla), decode_only=decode_only, interleave=self.interleave
+            )
 
         def step(params, caches, flat):
             spread = jax.shard_map(
                 local,
                 mesh=self.mesh,
                 in_specs=(self.param_specs, self.cache_specs, P()),
-                out_specs=(P(), self.cache_specs),
+                out_specs=(P(), P(), self.cache_specs),
                 check_vma=False,
             )
-            logits, caches = spread(params, caches, flat)
+            logits, margins, caches = spread(params, caches, flat)
             last = flat[-rows:]
             wanted = logits[last] if all_logits else logits
             tokens = sample(wanted, unpack(flat[:-rows], packing).sampling)
-            return tokens, logits, caches
+            return tokens, logits, margins, caches
 
         shardings = Caches(*(cast(Any, NamedSharding(self.mesh, spec)) for spec in self.cache_specs))
-        return jax.jit(step, donate_argnums=1, out_shardings=(self.replicated, self.replicated, shardings))
+        return jax.jit(step, donate_argnums=1, out_shardings=(self.replicated,) * 3 + (shardings,))

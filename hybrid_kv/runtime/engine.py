@@ -34,7 +34,7 @@ from hybrid_kv.runtime.compilations import compilations
 from hybrid_kv.runtime.controller import Controller
 from hybrid_kv.runtime.describe import cache_shape, describe
 from hybrid_kv.runtime.device import DeviceStep
-from hybrid_kv.runtime.requests import Prompt, Request, RequestResult, SamplingParams, StepOutput
+from hybrid_kv.runtime.requests import Prompt, Request, RequestResult, SamplingParams, Scores, StepOutput
 from hybrid_kv.sharding import AXES, MeshSpec
 
 __all__ = ["CacheOptions", "Engine", "EngineStats", "RequestResult", "SamplingParams", "StepOutput"]
@@ -176,8 +176,8 @@ class Engine:
         tokens, decode_only = metadata.bucket_of(plan, self.plan.buckets)
         rows = [self._slots[slot] for slot in plan.slot[: int(plan.rows)]]
         scoring = any(request is not None and request.wants_logits for request in rows)
-        sampled, logits = self._launch(plan, tokens, decode_only and not scoring, scoring)
-        outputs = self._settle(plan, sampled, logits if scoring else None)
+        sampled, *scores = self._launch(plan, tokens, decode_only and not scoring, scoring)
+        outputs = self._settle(plan, sampled, scores if scoring else None)
         self._compiled_late += (compilations() - before) if self._warm else 0
         return outputs
 
@@ -193,19 +193,19 @@ class Engine:
             flags = SKIP_READ if request.skip_cache_read else 0
             self._controller.arrive(request.prompt_length, flags, request.prompt_keys(self.config.units))
 
-    def _settle(self, plan: StepPlan, sampled: Any, logits: Any) -> list[StepOutput]:
+    def _settle(self, plan: StepPlan, sampled: Any, scores: Any) -> list[StepOutput]:
         """Book a step that ran: tokens, ends, statistics; then commit it."""
         outcome = self._controller.no_outcome()
         tokens, outputs, ended = np.asarray(sampled), [], []
-        scores = None if logits is None else np.asarray(logits)
+        scored = None if scores is None else [np.asarray(part) for part in scores]
         offset = np.cumsum(plan.length) - plan.length
         for row in range(int(plan.rows)):
             slot = int(plan.slot[row])
             request = self._slots[slot]
             assert request is not None
             self._record(plan, row, request, int(plan.preemptions[slot]))
-            if scores is not None and request.wants_logits:
-                request.logits.append(scores[offset[row] : offset[row] + plan.length[row]])
+            if scored is not None and request.wants_logits:
+                request.scores.append(Scores(*(p[offset[row] : offset[row] + plan.length[row]] for p in scored)))
             if not plan.samples[row]:
                 continue
             token = int(tokens[row])
@@ -242,7 +242,7 @@ class Engine:
         self._checkpoints += len(saved)
         request.turn_end = turn or request.turn_end
 
-    # Conveniences
+    # Conveniences: they step whatever is live; what other requests gain meanwhile is in their results.
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None) -> list[RequestResult]:
         """Answer a batch of prompts; results in their order. All are checked before any is queued."""
@@ -252,7 +252,10 @@ class Engine:
         ids = [self.add_request(prompt, params) for prompt in prompts]
         while not all(self._requests[i].finish_reason for i in ids):
             self.step()
-        return [self.result(i) for i in ids]
+        results = [self.result(i) for i in ids]
+        for request_id in ids:
+            self.forget(request_id)
+        return results
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
         """Tokens of one answer as they come; closing the iterator early aborts the request."""
@@ -264,18 +267,23 @@ class Engine:
                         yield from output.tokens
         finally:
             self.abort(request_id)
+            self.forget(request_id)
 
     def score(self, tokens: Prompt) -> np.ndarray:
         """Logits of every token, float32[T, vocabulary], through the cached path.
 
         The whole text is computed (a cached prefix has no logits); what it computes is cached.
         """
+        return self.score_with_margins(tokens).logits
+
+    def score_with_margins(self, tokens: Prompt) -> Scores:
+        """`score`, with how close each token was to choosing other experts."""
         request_id = self._enqueue(tokens, SamplingParams(ignore_stop=True, max_tokens=1), True, wants_logits=True)
         request = self._requests[request_id]
         while not request.finish_reason:
             self.step()
         del self._requests[request_id]
-        return np.concatenate(request.logits).astype(np.float32)
+        return Scores(*(np.concatenate(parts) for parts in zip(*request.scores, strict=True)))
 
     def stats(self) -> EngineStats:
         """Totals so far."""

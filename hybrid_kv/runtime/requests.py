@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,6 +74,16 @@ class RequestResult:
     preemptions: int
 
 
+class Scores(NamedTuple):
+    """Logits float32[T, vocabulary] and expert selection margins float32[T] of the tokens of a text.
+
+    A margin is how far, in router score, a token was from choosing another expert in any layer.
+    """
+
+    logits: np.ndarray
+    expert_margins: np.ndarray
+
+
 class Request:
     """The engine's own record of one request: its tokens and their hash chain."""
 
@@ -85,7 +95,7 @@ class Request:
         self.length = len(prompt)
         self.skip_cache_read = False
         self.wants_logits = False
-        self.logits: list[np.ndarray] = []
+        self.scores: list[Scores] = []
         self.parent = hashing.seed()
         self.hit, self.reason, self.preemptions = -1, Reason.NONE, 0
         self.chunks: list[int] = []

@@ -185,6 +185,9 @@ class ToyEngine:
     def result(self, request_id: int) -> Result:
         return self.results[request_id] if request_id in self.results else self.live[request_id].result("")
 
+    def score_with_margins(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self.score(tokens), np.full(len(tokens), np.inf, np.float32)
+
     def score(self, tokens: list[int]) -> np.ndarray:
         return toy_logits(tokens)
 

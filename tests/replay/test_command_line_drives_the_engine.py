@@ -19,6 +19,8 @@ class CacheOptions:
     token_budget: int = 1024
     max_requests: int = 16
     max_context: int | None = None
+    attention_blocks: int | None = None
+    state_slots: int | None = None
     ladder: tuple[int, ...] = ()
 
 

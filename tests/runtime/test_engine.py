@@ -1,11 +1,13 @@
 """What a user may rely on: pressure changes no token, draws are reproducible, bad input disturbs nobody."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from hybrid_kv.errors import UserError
+from hybrid_kv.models.checkpoint_io import random_checkpoint
 from hybrid_kv.runtime.engine import CacheOptions, Engine, SamplingParams
 from tests.runtime.conftest import OPTIONS
 
@@ -170,3 +172,32 @@ def test_what_cannot_work_is_refused_when_the_engine_is_made(tiny_checkpoint, me
 def test_options_are_checked_where_they_are_made():
     with pytest.raises(UserError, match="hash_unit: got 0"):
         CacheOptions(hash_unit=0)
+
+
+def test_warming_up_disturbs_neither_the_cache_nor_live_requests(make_engine):
+    engine = make_engine()
+    prompt = shared_prompts(10, 1)[0]
+    params = SamplingParams(max_tokens=6, ignore_stop=True)
+    expected = engine.generate([prompt], params)[0].tokens
+    request_id = engine.add_request(prompt, params)
+    engine.step()
+    engine.warm_up()
+    drain(engine)
+    result = engine.result(request_id)
+    assert result.tokens == expected and result.hit == (len(prompt) - 1) // 64 * 64
+
+
+@pytest.mark.parametrize("kinds", [((1, 2, 3), ()), ((), (1, 2, 3))], ids=["only KDA", "only MLA"])
+def test_a_model_with_one_kind_of_layer_is_served(tiny_checkpoint, tmp_path, kinds):
+    raw = json.loads((tiny_checkpoint / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types"):
+        del raw[name]
+    raw["num_hidden_layers"] = 3
+    raw["linear_attn_config"] |= {"kda_layers": list(kinds[0]), "full_attn_layers": list(kinds[1])}
+    random_checkpoint(tmp_path, raw, seed=0)
+    engine = Engine.from_checkpoint(tmp_path, "dcp=2", dataclasses.replace(OPTIONS, hash_unit=16))
+    prompt = shared_prompts(11, 1)[0]
+    params = SamplingParams(max_tokens=8, ignore_stop=True)
+    first, second = engine.generate([prompt], params)[0], engine.generate([prompt], params)[0]
+    assert first.tokens == second.tokens and second.hit == (len(prompt) - 1) // 16 * 16
+    assert engine.score([*prompt, *first.tokens])[len(prompt) - 1 : -1].argmax(-1).tolist() == first.tokens
