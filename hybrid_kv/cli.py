@@ -35,7 +35,7 @@ CACHE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("--token-budget", int, "tokens one step computes at most"),
 )
 LIST_FLAGS = (
-    ("--ladder", "coarser grids, in tokens, that also get a checkpoint"),
+    ("--ladder", "coarser grids, in tokens, that also get a checkpoint; none for no grid"),
     ("--token-buckets", "step sizes, in tokens, compiled besides the decode step"),
 )
 
@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(f"{error.filename or 'file'}: {error.strerror or error}")
+    except MemoryError as error:
+        return _refuse(f"memory: {error}; choose smaller pools (--attention-blocks, --state-slots)")
 
 
 def token_list(text: str, field: str = "prompt tokens") -> list[int]:
@@ -74,7 +76,7 @@ def prompt_file(path: Path) -> list[list[int]]:
         content = json.loads(path.read_text())
     except OSError as error:
         raise UserError("prompt file", str(path), f"must be a readable file ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("prompt file", str(path), f"{fix} ({error})") from None
     if not isinstance(content, list) or not content:
         raise UserError("prompt file", str(path), fix)
@@ -118,9 +120,13 @@ def replay(options: argparse.Namespace) -> int:
     from hybrid_kv.replay.contract import ReplayFailure
     from hybrid_kv.simulate.traces import read_trace
 
+    if options.in_flight < 1:
+        raise UserError("in-flight", options.in_flight, "use at least 1")
     requests = read_trace(options.trace, options.requests)
     if options.max_context is None:
         options.max_context = max(request.prompt_length + len(request.out) for request in requests)
+    if options.max_requests is None:
+        options.max_requests = max(options.in_flight, 1)
     _unlimited_pools(options, requests)
     _prepare_devices(options)
     from hybrid_kv.runtime.engine import Engine, SamplingParams
@@ -164,8 +170,8 @@ def _unlimited_pools(options: argparse.Namespace, requests: Sequence["TraceReque
         left = sum((len(request.add) + len(request.out)) // cache.hash_unit + 2 for request in requests)
         options.attention_blocks = left + cache.max_requests * longest
     if options.state_slots is None:
-        # Four boundaries and the ladder in a prefill, the end of the answer, the running state.
-        options.state_slots = (len(requests) + cache.max_requests) * (6 + len(cache.ladder))
+        # Five boundaries and the ladder in a prefill, the end of the answer, the running state.
+        options.state_slots = (len(requests) + cache.max_requests) * (7 + len(cache.ladder or (0, 0, 0)))
 
 
 def describe_command(options: argparse.Namespace) -> int:
@@ -263,7 +269,8 @@ def _cache_options(options: argparse.Namespace) -> "CacheOptions":
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     for name in map(_option_name, (flag for flag, _ in LIST_FLAGS)):
         if getattr(options, name) is not None:
-            given[name] = tuple(token_list(getattr(options, name), name))
+            text = getattr(options, name)
+            given[name] = () if text == "none" else tuple(token_list(text, name))
     return CacheOptions(**given)
 
 

@@ -17,6 +17,7 @@ from hybrid_kv.geometry import GroupKind, GroupSpec, SystemGeometry, resolve
 from hybrid_kv.sharding import TENSOR, ArraySharding, MeshSpec, ShardingMap, ownership_rule
 
 _DEFAULT_CONTEXT = 8192
+_DEFAULT_LADDER = (512, 2048, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class CacheOptions:
     prompt and its answer (None: the model's, at most 8192). token_budget: tokens of a step.
     chunk_limit: tokens of a prefill chunk (None: the budget). token_buckets: step sizes compiled
     besides the decode step (None: budget / 4 and the budget).
-    tail, turn_end, junction, ladder: where recurrent states are kept, see `Placement`.
+    tail, turn_end, junction, ladder: where recurrent states are kept, see `Placement` (ladder None: 512, 2048
+    and 8192 tokens, rounded to hash units).
     """
 
     prefix_caching: bool = True
@@ -48,7 +50,7 @@ class CacheOptions:
     tail: bool = True
     turn_end: bool = True
     junction: bool = True
-    ladder: tuple[int, ...] = (512, 2048, 8192)
+    ladder: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -133,13 +135,20 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> Cach
             tail=options.tail,
             turn_end=options.turn_end,
             junction=options.junction,
-            ladder=tuple(grid for grid in options.ladder if grid <= context),
+            ladder=tuple(grid for grid in _ladder(options) if grid <= context),
         ),
         prefix_caching=options.prefix_caching,
     )
     chosen = options.token_buckets or (max(budget // 4, 1), budget)
     buckets = tuple(sorted({bucket for bucket in chosen if bucket < budget} | {budget}))
     return CachePlan(config, mesh, _sharding(shape, config, mesh), buckets)
+
+
+def _ladder(options: CacheOptions) -> tuple[int, ...]:
+    if options.ladder is not None:
+        return options.ladder
+    unit = options.hash_unit
+    return tuple(sorted({max(grid // unit, 1) * unit for grid in _DEFAULT_LADDER}))
 
 
 def _geometry(shape: CacheShape, options: CacheOptions, dcp: int) -> SystemGeometry:

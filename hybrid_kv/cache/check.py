@@ -5,13 +5,12 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
 from hybrid_kv.cache.state import (
     FREE,
     FREE_BLOCKS,
     PLACES,
     REF,
-    RING_FACTOR,
     RING_HEAD,
     RING_TAIL,
     RUNNING,

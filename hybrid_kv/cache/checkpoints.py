@@ -59,8 +59,8 @@ def wanted_boundaries(
     """Boundaries (tokens, 0: none) a prefill of `known` tokens should keep: i32[config.wanted].
 
     In order of worth when slots are short: the resume point of a resent prompt, the junction, the
-    last boundary of the whole prompt (for extensions), the resume point of a preempted request, the
-    ladder from fine to coarse. All lie behind the hit; repeats are blanked.
+    last boundary of the whole prompt (for extensions), the same two of a request that resumes after
+    preemption, the ladder from fine to coarse. All lie behind the hit; repeats are blanked.
     """
     unit, placement = config.unit, config.placement
     down = lambda tokens, grid: jnp.maximum(tokens, 0) // grid * grid  # noqa: E731
@@ -70,6 +70,7 @@ def wanted_boundaries(
         junction * jnp.int32(placement.junction),
         down(prompt, unit) * tail,
         down(known - 1, unit) * tail,
+        down(known, unit) * tail,
         *(down(prompt - 1, grid) for grid in sorted(placement.ladder)),
     ]
     stacked = jnp.stack(wanted).astype(jnp.int32)

@@ -8,6 +8,9 @@ import functools
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupGeometry, SystemGeometry
 
+# Ring entries per block: live ones, and stale ones until the next compaction.
+RING_FACTOR = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -58,6 +61,10 @@ class CacheConfig:
         for pool, blocks in enumerate(self.pool_blocks):
             if blocks < 2:
                 raise UserError(f"pool_blocks[{pool}]", blocks, "block 0 is the null block: use at least 2")
+        if RING_FACTOR * sum(self.pool_blocks) >= 1 << 31:
+            raise UserError("pool_blocks", self.pool_blocks, f"use fewer than {(1 << 31) // RING_FACTOR} blocks in all")
+        if self.token_budget >= 1 << 30:
+            raise UserError("token_budget", self.token_budget, "use fewer than 2**30 tokens")
         if self.max_requests < 1:
             raise UserError("max_requests", self.max_requests, "use at least 1")
         if self.token_budget < self.max_requests:
@@ -120,8 +127,8 @@ class CacheConfig:
 
     @functools.cached_property
     def wanted(self) -> int:
-        """Boundaries a prefill may want a state at: two tails, junction, resume tail, the ladder."""
-        return 4 + len(self.placement.ladder)
+        """Boundaries a prefill may want a state at: two tails, junction, two resume tails, the ladder."""
+        return 5 + len(self.placement.ladder)
 
     @functools.cached_property
     def index_buckets(self) -> int:

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_kv.cache import index
-from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
 from hybrid_kv.cache.state import (
     CLOCK,
     EVICTED,
     FREE_BLOCKS,
     PLACES,
     REF,
-    RING_FACTOR,
     RING_HEAD,
     RING_TAIL,
     STACK_TOP,
@@ -122,6 +121,19 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
         ring=state.ring.at[jnp.where(keyed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
         pools=state.pools.at[pool].add(change),
         counters=state.counters.at[CLOCK].add(keyed_count),
+    )
+
+
+def free_keyless(config: CacheConfig, state: CacheState, pool: int, block: jax.Array) -> CacheState:
+    """Move a free block (0: none) that has lost its last key from the ring to the stack."""
+    row = state.blocks[block]
+    bare = (block > 0) & (row[REF] == 0) & (row[STAMP] > 0) & (row[PLACES:].max(initial=0) == 0)
+    top = config.pool_offset[pool] + state.pools[pool, STACK_TOP]
+    outside = config.total_blocks
+    return state._replace(
+        blocks=state.blocks.at[jnp.where(bare, block, outside), STAMP].set(0, mode="drop"),
+        stack=state.stack.at[jnp.where(bare, top, outside)].set(block, mode="drop"),
+        pools=state.pools.at[pool, STACK_TOP].add(bare.astype(jnp.int32)),
     )
 
 

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.pool import free_keyless
 from hybrid_kv.cache.state import OVERFLOWED, PLACES, CacheState, RequestLayout, layout
 
 
 def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
     """File every hash unit that requests have computed since the last commit, in all append-only groups.
 
-    Equal content is filed once: a second copy takes a key over only if it holds more of the block
-    than the first, so the longest copy of a block owns its keys. Work grows with the number of new
-    units only.
+    Equal content is filed once. A later copy takes a key over unless it holds less of the block than
+    the first: the longest copy owns the keys, among equals the one used last, so evicting an old copy
+    never hides a newer one. Work grows with the number of new units only.
     """
     fields = layout(config)
     if not (config.prefix_caching and config.geometry.attention):
@@ -32,7 +33,8 @@ def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
             column = unit // per_block
             block = state.tables[row, config.column_offset[position] + column]
             covered = jnp.minimum(done[row] - column * per_block, per_block)
-            state = _file(state, index.tag(state.keys[row, unit], group), block, unit % per_block, covered)
+            key = index.tag(state.keys[row, unit], group)
+            state = _file(config, state, config.group_pool[group], key, block, unit % per_block, covered)
         return state
 
     state = jax.lax.fori_loop(0, ends[-1], file_unit, state)
@@ -52,7 +54,8 @@ def publish_state(
     unit = jnp.maximum(length // config.unit - 1, 0)
     for position, group in enumerate(config.geometry.recurrent):
         slot = jnp.where(length > 0, slots[position], 0)
-        state = _file(state, index.tag(state.keys[row, unit], group), slot, jnp.int32(0), jnp.int32(0))
+        key = index.tag(state.keys[row, unit], group)
+        state = _file(config, state, config.group_pool[group], key, slot, jnp.int32(0), jnp.int32(0))
     return state
 
 
@@ -67,12 +70,22 @@ def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> 
     return publish_state(config, state, row, length, request[fields.turn_slot])
 
 
-def _file(state: CacheState, key: jax.Array, block: jax.Array, unit: jax.Array, covered: jax.Array) -> CacheState:
-    """File one key as the unit-th of `block` (0: nothing) unless another block holds as much."""
+def _file(
+    config: CacheConfig,
+    state: CacheState,
+    pool: int,
+    key: jax.Array,
+    block: jax.Array,
+    unit: jax.Array,
+    covered: jax.Array,
+) -> CacheState:
+    """File one key as the unit-th of `block` (0: nothing) unless another block holds more units."""
     found = index.locate(state.entries, key)
     units = jnp.arange(1, state.blocks.shape[1] - PLACES + 1, dtype=jnp.int32)
     held = jnp.where(state.blocks[found.block, PLACES:] > 0, units, 0).max()
-    better = (found.block == 0) | ((found.block != block) & (covered > held))
+    better = (found.block == 0) | ((found.block != block) & (covered >= held))
     full = (block > 0) & (found.place < 0)
     state = state._replace(counters=state.counters.at[OVERFLOWED].add(full.astype(jnp.int32)))
-    return index.put(state, key, found.place, block, unit, (block > 0) & (found.place >= 0) & better)
+    ok = (block > 0) & (found.place >= 0) & better
+    state = index.put(state, key, found.place, block, unit, ok)
+    return free_keyless(config, state, pool, jnp.where(ok, found.block, 0))

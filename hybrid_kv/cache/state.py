@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
 from hybrid_kv.hashing import KEY_WORDS
 
 FREE, WAITING, RUNNING = 0, 1, 2
@@ -21,8 +21,6 @@ REF, STAMP, PLACES = 0, 1, 2
 STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS = 0, 1, 2, 3
 # Entries of `CacheState.counters`.
 CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ, N_COUNTERS = 0, 1, 2, 3, 4, 5, 6
-
-RING_FACTOR = 4
 
 
 class CacheState(NamedTuple):
@@ -61,7 +59,8 @@ class RequestLayout:
     status, seq (order of arrival), prompt, known (prompt and answer), computed (committed),
     scheduled (in flight), flags (1: skip the cache, 2: salted), hit, junction, reason,
     published (units of this request already filed), preemptions, turn (length the turn-end state
-    holds; 0: none), emit_turn (length the turn-end state is overwritten with in this step).
+    holds; 0: none), emit_turn (length the turn-end state is overwritten with in this step),
+    admitted (no step since its admission is committed).
     Then per append-only group: columns in use and the source of a pending copy-on-write; per
     recurrent group: running, read and turn-end slot; the wanted boundaries; the emissions of
     the step in flight: positions, then a slot for each recurrent group.

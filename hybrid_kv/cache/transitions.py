@@ -75,6 +75,7 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
     requests = requests.at[:, fields.COMPUTED].add(scheduled).at[:, fields.SCHEDULED].set(0)
     requests = requests.at[:, fields.TURN].set(jnp.where(emit_turn > 0, emit_turn, requests[:, fields.TURN]))
     requests = requests.at[:, fields.EMIT_TURN].set(0)
+    requests = requests.at[:, fields.ADMITTED].set(jnp.where(scheduled > 0, 0, requests[:, fields.ADMITTED]))
     state = publish_units(config, state._replace(requests=requests))
     pinned = (scheduled > 0) & (
         (requests[:, fields.emit_position] > 0).any(1)

@@ -5,6 +5,7 @@ its own part of each tensor.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from hybrid_kv.typing import Array
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_FLOATING = ("BF16", "F16", "F32", "F64")  # as the files name them; narrower floats would need scales
 
 
 def load_config(path: str | Path) -> KimiLinearConfig:
@@ -43,8 +45,8 @@ def load(path: str | Path, config: KimiLinearConfig, mesh: Mesh, dtype: DTypeLik
       dtype: activation and weight dtype; gates, convolution and router stay fp32.
 
     Raises:
-      UserError: files missing, unreadable or truncated; tensors missing, extra or of a wrong shape; a mesh
-        that does not divide the model.
+      UserError: files missing, unreadable or truncated; tensors missing, extra, of a wrong shape or not of
+        floating point; a mesh that does not divide the model.
     """
     check_mesh(config, mesh.shape)
     table = inventory(config)
@@ -93,6 +95,10 @@ class _Files:
         handle, stored = self._where[name]
         return tuple(handle.get_slice(stored).get_shape())
 
+    def dtype(self, name: str) -> str:
+        handle, stored = self._where[name]
+        return handle.get_slice(stored).get_dtype()
+
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         handle, stored = self._where[name]
         try:
@@ -105,11 +111,14 @@ def _files(path: Path) -> list[Path]:
     """Files of the checkpoint: those of the index, else the single one."""
     if (path / _INDEX).exists():
         index = _read_json(path / _INDEX, "the index must be readable")
-        files = [path / name for name in sorted(set(index.get("weight_map", {}).values()))]
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError("checkpoint", str(path / _INDEX), "weight_map must be an object of tensor and file names")
+        files = [path / name for name in sorted(set(weight_map.values()))]
     else:
         files = [path / _SINGLE]
     for file in files:
-        if not file.exists():
+        if not os.path.isfile(file):  # unlike the method, false for a name the system does not take
             raise UserError("checkpoint", str(file), f"no such file; expected {_SINGLE} or all files of {_INDEX}")
     return files
 
@@ -117,7 +126,7 @@ def _files(path: Path) -> list[Path]:
 def _read_json(file: Path, fix: str) -> dict:
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError("checkpoint", str(file), f"{fix} ({error})") from error
     if not isinstance(content, dict):
         raise UserError("checkpoint", str(file), fix)
@@ -134,7 +143,7 @@ def _canonical(name: str, config: KimiLinearConfig) -> str:
 
 
 def _check_names(table: Mapping, files: _Files) -> None:
-    """All and only the tensors of the inventory, each of its shape."""
+    """All and only the tensors of the inventory, each of its shape and of floating point."""
     wanted = {name: shape for entry in table.values() for name, shape in entry.source.tensors().items()}
     missing, extra = sorted(wanted.keys() - files.names()), sorted(files.names() - wanted.keys())
     if missing or extra:
@@ -147,6 +156,8 @@ def _check_names(table: Mapping, files: _Files) -> None:
         got = files.shape(name)
         if got != shape and not (name in padded and padded[name].accepts(got)):
             raise UserError(name, list(got), f"the configuration asks for shape {list(shape)}")
+        if files.dtype(name) not in _FLOATING:
+            raise UserError(name, files.dtype(name), f"weights must be floating point, one of {', '.join(_FLOATING)}")
 
 
 def _vectors(source: Source) -> list[HeadVector]:

@@ -1,7 +1,9 @@
 """Configuration of Kimi Linear, read from a Hugging Face config.json and checked field by field."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hybrid_kv.errors import UserError
 
@@ -23,6 +25,9 @@ _ONLY = {
     "routed_expert_hidden_size": (None,),
     "attn_res_block_size": (None, 0),
 }
+
+_LINEAR = "linear_attn_config."
+_MAX = 3.4e38  # what fp32 holds
 
 
 @dataclass(frozen=True)
@@ -131,77 +136,137 @@ class KimiLinearConfig:
         """
         for name, allowed in _ONLY.items():
             if name in raw and raw[name] not in allowed:
-                raise UserError(name, raw[name], f"this model code runs only {' or '.join(map(repr, allowed))}")
-        linear = _need(raw, "linear_attn_config")
+                raise _refusal(name, raw[name], f"this model code runs only {' or '.join(map(repr, allowed))}")
+        linear = _given(raw, "linear_attn_config")
         if not isinstance(linear, Mapping):
-            raise UserError("linear_attn_config", linear, "must be an object with kda_layers and full_attn_layers")
-        count = _need(raw, "num_hidden_layers")
-        heads = _need(raw, "num_attention_heads")
-        if raw.get("num_key_value_heads", heads) != heads:
-            raise UserError(
-                "num_key_value_heads", raw["num_key_value_heads"], f"must equal num_attention_heads {heads}"
-            )
-        eos = raw.get("eos_token_id")
+            raise _refusal("linear_attn_config", linear, "must be an object with kda_layers and full_attn_layers")
+        count = _int(raw, "num_hidden_layers")
+        heads = _int(raw, "num_attention_heads")
+        groups = _int(raw, "num_key_value_heads", default=heads)
+        if groups != heads:
+            raise UserError("num_key_value_heads", groups, f"must equal num_attention_heads {heads}")
         return cls(
-            vocab_size=_need(raw, "vocab_size"),
-            hidden_size=_need(raw, "hidden_size"),
-            dense_width=_need(raw, "intermediate_size"),
+            vocab_size=_int(raw, "vocab_size"),
+            hidden_size=_int(raw, "hidden_size"),
+            dense_width=_int(raw, "intermediate_size"),
             layer_kinds=_layer_kinds(raw, linear, count),
             ffn_kinds=_ffn_kinds(raw, count),
-            kda_heads=_need(linear, "num_heads", "linear_attn_config."),
-            kda_head_dim=_need(linear, "head_dim", "linear_attn_config."),
-            conv_width=_need(linear, "short_conv_kernel_size", "linear_attn_config."),
+            kda_heads=_int(linear, "num_heads", prefix=_LINEAR),
+            kda_head_dim=_int(linear, "head_dim", prefix=_LINEAR),
+            conv_width=_int(linear, "short_conv_kernel_size", low=2, prefix=_LINEAR),
             mla_heads=heads,
-            latent_width=_need(raw, "kv_lora_rank"),
-            nope_width=_need(raw, "qk_nope_head_dim"),
-            rope_width=_need(raw, "qk_rope_head_dim"),
-            value_width=_need(raw, "v_head_dim"),
-            experts=_need(raw, "num_experts"),
-            experts_per_token=_need(raw, "num_experts_per_token"),
-            shared_experts=raw.get("num_shared_experts", 1),
-            expert_width=_need(raw, "moe_intermediate_size"),
-            expert_groups=raw.get("num_expert_group", 1) or 1,
-            expert_groups_kept=raw.get("topk_group", 1) or 1,
-            renormalize=raw.get("moe_renormalize", True),
-            routed_scaling_factor=float(raw.get("routed_scaling_factor", 1.0)),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-5),
-            mla_lora_norm_eps=raw.get("mla_lora_norm_eps", 1e-6),
-            gate_lower_bound=linear.get("gate_lower_bound", raw.get("gate_lower_bound")),
-            context_length=raw.get("model_max_length", 1_048_576),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            latent_width=_int(raw, "kv_lora_rank"),
+            nope_width=_int(raw, "qk_nope_head_dim"),
+            rope_width=_int(raw, "qk_rope_head_dim"),
+            value_width=_int(raw, "v_head_dim"),
+            experts=_int(raw, "num_experts"),
+            experts_per_token=_int(raw, "num_experts_per_token"),
+            shared_experts=_int(raw, "num_shared_experts", default=1),
+            expert_width=_int(raw, "moe_intermediate_size"),
+            # 0 turns grouping off, as null does.
+            expert_groups=_int(raw, "num_expert_group", low=0, default=1) or 1,
+            expert_groups_kept=_int(raw, "topk_group", low=0, default=1) or 1,
+            renormalize=_bool(raw, "moe_renormalize", default=True),
+            routed_scaling_factor=_float(raw, "routed_scaling_factor", default=1.0),
+            rms_norm_eps=_float(raw, "rms_norm_eps", low=0.0, default=1e-5),
+            mla_lora_norm_eps=_float(raw, "mla_lora_norm_eps", low=0.0, default=1e-6),
+            gate_lower_bound=_gate_lower_bound(raw, linear),
+            context_length=_int(raw, "model_max_length", default=1_048_576),
+            eos_token_ids=_eos_token_ids(raw),
         )
 
 
-def _need(raw: Mapping, name: str, prefix: str = ""):
-    if raw.get(name) is None:
-        raise UserError(prefix + name, raw.get(name), "the model configuration must give this field")
-    return raw[name]
+def _refusal(name: str, value: Any, fix: str) -> UserError:
+    """Lists and objects are shown shortened: a file may hold long or deep ones."""
+    return UserError(name, reprlib.repr(value) if isinstance(value, list | dict) else value, fix)
+
+
+def _given(raw: Mapping, name: str, default: Any = None, prefix: str = "") -> Any:
+    """The field, or the default where it is absent or null; a field without a default must be there."""
+    value = raw.get(name)
+    if value is None and default is None:
+        raise UserError(prefix + name, None, "the model configuration must give this field")
+    return default if value is None else value
+
+
+def _is_int(value: Any, low: int) -> bool:
+    """JSON true and 1.0 are not integers here; 2**31 and above would not fit the arrays."""
+    return type(value) is int and low <= value < 2**31
+
+
+def _int(raw: Mapping, name: str, low: int = 1, default: int | None = None, prefix: str = "") -> int:
+    value = _given(raw, name, default, prefix)
+    if not _is_int(value, low):
+        raise _refusal(prefix + name, value, f"must be an integer, at least {low} and below 2**31")
+    return value
+
+
+def _float(raw: Mapping, name: str, low: float = -_MAX, default: float | None = None, prefix: str = "") -> float:
+    value = _given(raw, name, default, prefix)
+    # The comparison is false for NaN, and exact for integers that no float can hold.
+    if type(value) not in (int, float) or not low <= value <= _MAX:
+        raise _refusal(prefix + name, value, "must be a finite number" + (f", at least {low}" if low > -_MAX else ""))
+    return float(value)
+
+
+def _bool(raw: Mapping, name: str, default: bool) -> bool:
+    value = _given(raw, name, default)
+    if not isinstance(value, bool):
+        raise _refusal(name, value, "must be true or false")
+    return value
+
+
+def _ints(raw: Mapping, name: str, low: int, prefix: str = "") -> list[int]:
+    value = _given(raw, name, prefix=prefix)
+    if not isinstance(value, list) or not all(_is_int(entry, low) for entry in value):
+        raise _refusal(prefix + name, value, f"must be a list of integers, each at least {low} and below 2**31")
+    return value
+
+
+def _gate_lower_bound(raw: Mapping, linear: Mapping) -> float | None:
+    """None for the softplus gate; the field of the linear attention goes before that of the model."""
+    where, prefix = (linear, _LINEAR) if "gate_lower_bound" in linear else (raw, "")
+    return None if where.get("gate_lower_bound") is None else _float(where, "gate_lower_bound", prefix=prefix)
+
+
+def _eos_token_ids(raw: Mapping) -> tuple[int, ...]:
+    """One token, a list of them, or null for none."""
+    if raw.get("eos_token_id") is None:
+        return ()
+    if isinstance(raw["eos_token_id"], list):
+        return tuple(_ints(raw, "eos_token_id", low=0))
+    return (_int(raw, "eos_token_id", low=0),)
 
 
 def _layer_kinds(raw: Mapping, linear: Mapping, count: int) -> tuple[str, ...]:
     """Kinds from the two one-based lists, which must partition the layers."""
-    kda = _need(linear, "kda_layers", "linear_attn_config.")
-    mla = _need(linear, "full_attn_layers", "linear_attn_config.")
-    if sorted([*kda, *mla]) != list(range(1, count + 1)):
-        raise UserError(
+    kda = _ints(linear, "kda_layers", low=0, prefix=_LINEAR)
+    mla = _ints(linear, "full_attn_layers", low=0, prefix=_LINEAR)
+    # The lengths go first: the range of an absurd count would not fit the memory.
+    if len(kda) + len(mla) != count or sorted([*kda, *mla]) != list(range(1, count + 1)):
+        raise _refusal(
             "linear_attn_config", {"kda_layers": kda, "full_attn_layers": mla},
             f"the two one-based lists must name each of the layers 1..{count} exactly once",
         )  # fmt: skip
     kinds = tuple("mla" if i + 1 in mla else "kda" for i in range(count))
-    named = {"linear_attention": "kda", "full_attention": "mla"}
-    for i, name in enumerate(raw.get("layer_types") or []):
-        if i >= count or named.get(name) != kinds[i]:
-            raise UserError("layer_types", name, f"entry {i} is unknown or contradicts linear_attn_config")
+    _check_stated(raw, "layer_types", {"linear_attention": "kda", "full_attention": "mla"}, kinds, "linear_attn_config")
     return kinds
 
 
 def _ffn_kinds(raw: Mapping, count: int) -> tuple[str, ...]:
     """Dense for the first layers and off the MoE frequency, as stated; a per-layer list must agree."""
-    first = raw.get("first_k_dense_replace", 0)
-    every = raw.get("moe_layer_freq", 1)
+    first = _int(raw, "first_k_dense_replace", low=0, default=0)
+    every = _int(raw, "moe_layer_freq", default=1)
     kinds = tuple("moe" if i >= first and i % every == 0 else "dense" for i in range(count))
-    named = {"dense": "dense", "sparse": "moe"}
-    for i, name in enumerate(raw.get("mlp_layer_types") or []):
-        if i >= count or named.get(name) != kinds[i]:
-            raise UserError("mlp_layer_types", name, f"entry {i} is unknown or contradicts first_k_dense_replace")
+    _check_stated(raw, "mlp_layer_types", {"dense": "dense", "sparse": "moe"}, kinds, "first_k_dense_replace")
     return kinds
+
+
+def _check_stated(raw: Mapping, field: str, named: Mapping, kinds: tuple[str, ...], source: str) -> None:
+    """The optional list of layer names says what the other fields, `source`, say already."""
+    stated = [] if raw.get(field) is None else raw[field]
+    if not isinstance(stated, list):
+        raise _refusal(field, stated, "must be a list of layer names, or null")
+    for i, name in enumerate(stated):
+        if i >= len(kinds) or not isinstance(name, str) or named.get(name) != kinds[i]:
+            raise _refusal(field, name, f"entry {i} is unknown or contradicts {source}")

@@ -17,6 +17,8 @@ from hybrid_kv.replay.run import ReplayRun, replay
 from hybrid_kv.replay.verify import Verification, verify
 from hybrid_kv.simulate.traces import TraceRequest, map_trace
 
+JSON_NAME, PNG_NAME = "report.json", "report.png"
+
 
 @dataclass(frozen=True)
 class ReplayOptions:
@@ -122,11 +124,11 @@ def _write(
         "in_flight": options.in_flight,
         "configuration": dict(options.configuration),
     }
-    report.write_json(out / "report.json", run, summary, verification, failed, seconds, conditions)
-    written = f"wrote {out / 'report.json'}"
+    report.write_json(out / JSON_NAME, run, summary, verification, failed, seconds, conditions)
+    written = f"wrote {out / JSON_NAME}"
     try:
-        plot.write_png(out / "report.png", run, summary)
-        written += f" and {out / 'report.png'}"
+        plot.write_png(out / PNG_NAME, run, summary)
+        written += f" and {out / PNG_NAME}"
     except UserError as missing:
         # The picture is an extra; its absence must not cost a long run its numbers.
         written += f" (no picture: {missing})"
@@ -138,6 +140,8 @@ def _prepare(out: Path | None) -> None:
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with (out / JSON_NAME).open("ab"):
+            pass
     except OSError as error:
         raise UserError("out", str(out), f"must be a folder that can be written ({error.strerror})") from None
 

@@ -82,6 +82,7 @@ class Engine:
         self._counters = np.zeros(8, np.int64)
         self._compiled_late = 0
         self._warm = False
+        self._in_flight: tuple[StepPlan, Any, Any] | None = None
 
     @classmethod
     def from_checkpoint(
@@ -157,29 +158,44 @@ class Engine:
         """Compile every step size, and the scoring steps too if asked; afterwards nothing compiles."""
         compilations()
         null = metadata.null_plan(self._controller.warm_up())
-        for tokens in (self.config.max_requests, *self.plan.buckets):
-            for all_logits in (False, True) if score else (False,):
-                decode_only = tokens == self.config.max_requests
-                self._launch(null, tokens, decode_only and not all_logits, all_logits)
+        self._launch(null, self.config.max_requests, decode_only=True, all_logits=False)
+        for tokens in self.plan.buckets:
+            self._launch(null, tokens, decode_only=False, all_logits=False)
+        for tokens in {self.config.max_requests, *self.plan.buckets} if score else ():
+            self._launch(null, tokens, decode_only=False, all_logits=True)
         self._warm = True
 
     def step(self) -> list[StepOutput]:
-        """Run one step of whatever is live; returns what requests gained."""
+        """Run one step of whatever is live; returns what requests gained.
+
+        If it is interrupted nothing is lost: a step that was not handed to the devices is planned again,
+        one that was is settled by the next call.
+        """
         before = compilations()
-        self._admit()
-        plan = self._controller.plan()
-        if not plan.rows:
-            self._controller.withdraw()
-            if self.has_work:
-                raise RuntimeError("the scheduler found nothing to run although requests are live")
-            return []
-        tokens, decode_only = metadata.bucket_of(plan, self.plan.buckets)
-        rows = [self._slots[slot] for slot in plan.slot[: int(plan.rows)]]
-        scoring = any(request is not None and request.wants_logits for request in rows)
-        sampled, *scores = self._launch(plan, tokens, decode_only and not scoring, scoring)
-        outputs = self._settle(plan, sampled, scores if scoring else None)
+        if self._in_flight is None:
+            self._admit()
+            plan = self._controller.plan()
+            if not plan.rows:
+                if self.has_work:
+                    raise RuntimeError("the scheduler found nothing to run although requests are live")
+                return []
+            self._in_flight = self._dispatch(plan)
+        outputs = self._settle(*self._in_flight)
+        self._in_flight = None
         self._compiled_late += (compilations() - before) if self._warm else 0
         return outputs
+
+    def _dispatch(self, plan: StepPlan) -> tuple[StepPlan, Any, Any]:
+        """Hand a plan to the devices: (plan, sampled tokens, scores or None), both still being computed."""
+        try:
+            tokens, decode_only = metadata.bucket_of(plan, self.plan.buckets)
+            rows = [self._slots[slot] for slot in plan.slot[: int(plan.rows)]]
+            scoring = any(request is not None and request.wants_logits for request in rows)
+            sampled, *scores = self._launch(plan, tokens, decode_only and not scoring, scoring)
+        except BaseException:
+            self._controller.withdraw()
+            raise
+        return plan, sampled, scores if scoring else None
 
     def _launch(self, plan: StepPlan, tokens: int, decode_only: bool, all_logits: bool):
         inputs, last = metadata.build(self.config, plan, self._slots, tokens, all_logits)
@@ -194,19 +210,25 @@ class Engine:
             self._controller.arrive(request.prompt_length, flags, request.prompt_keys(self.config.units))
 
     def _settle(self, plan: StepPlan, sampled: Any, scores: Any) -> list[StepOutput]:
-        """Book a step that ran: tokens, ends, statistics; then commit it."""
-        outcome = self._controller.no_outcome()
-        tokens, outputs, ended = np.asarray(sampled), [], []
+        """Wait for a step, book it (tokens, ends, statistics) and commit it."""
+        tokens = np.asarray(sampled)
+        outcome, outputs, ended = self._controller.no_outcome(), [], []
         scored = None if scores is None else [np.asarray(part) for part in scores]
         offset = np.cumsum(plan.length) - plan.length
         for row in range(int(plan.rows)):
             slot = int(plan.slot[row])
             request = self._slots[slot]
-            assert request is not None
+            if request is None:  # aborted while the step was in flight
+                continue
             self._record(plan, row, request, int(plan.preemptions[slot]))
             if scored is not None and request.wants_logits:
                 request.scores.append(Scores(*(p[offset[row] : offset[row] + plan.length[row]] for p in scored)))
             if not plan.samples[row]:
+                continue
+            if request.wants_logits:  # a text is scored, not continued
+                request.finish_reason = "length"
+                outcome.finished[slot] = True
+                ended.append(slot)
                 continue
             token = int(tokens[row])
             keys = request.append(token)
@@ -233,6 +255,10 @@ class Engine:
         if plan.admitted[row] and request.hit < 0:
             request.hit, request.reason = int(plan.hit[row]), Reason(int(plan.reason[row]))
             self._saved += request.hit
+        if plan.admitted[row]:
+            # After a preemption it is computed from its hit on once more.
+            request.scores.clear()
+            request.turn_end = 0
         if start < request.prompt_length or length > 1:
             request.chunks.append(start + length)
             self._prefilled += length
@@ -248,7 +274,7 @@ class Engine:
         """Answer a batch of prompts; results in their order. All are checked before any is queued."""
         params = sampling or SamplingParams()
         for prompt in prompts:
-            self._checked(prompt, params)
+            self._checked(prompt, params.max_tokens)
         ids = [self.add_request(prompt, params) for prompt in prompts]
         while not all(self._requests[i].finish_reason for i in ids):
             self.step()
@@ -260,11 +286,15 @@ class Engine:
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[int]:
         """Tokens of one answer as they come; closing the iterator early aborts the request."""
         request_id = self.add_request(prompt, sampling)
+        request, sent = self._requests[request_id], len(prompt)
         try:
-            while not self._requests[request_id].finish_reason:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        yield from output.tokens
+            while sent < request.length or not request.finish_reason:
+                # Others may step the engine too; what they made of this request is sent all the same.
+                while sent < request.length:
+                    yield int(request.tokens[sent])
+                    sent += 1
+                if not request.finish_reason:
+                    self.step()
         finally:
             self.abort(request_id)
             self.forget(request_id)
@@ -280,9 +310,12 @@ class Engine:
         """`score`, with how close each token was to choosing other experts."""
         request_id = self._enqueue(tokens, SamplingParams(ignore_stop=True, max_tokens=1), True, wants_logits=True)
         request = self._requests[request_id]
-        while not request.finish_reason:
-            self.step()
-        del self._requests[request_id]
+        try:
+            while not request.finish_reason:
+                self.step()
+        finally:
+            self.abort(request_id)
+            self.forget(request_id)
         return Scores(*(np.concatenate(parts) for parts in zip(*request.scores, strict=True)))
 
     def stats(self) -> EngineStats:
@@ -319,7 +352,7 @@ class Engine:
         return self._requests[request_id]
 
     def _enqueue(self, prompt: Prompt, sampling: SamplingParams, skip_cache_read: bool, wants_logits: bool) -> int:
-        tokens = self._checked(prompt, sampling)
+        tokens = self._checked(prompt, 0 if wants_logits else sampling.max_tokens)
         stops = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_stop else self._stops)
         request = Request(self._next_id, tokens, sampling, self.config.unit, stops)
         request.skip_cache_read, request.wants_logits = skip_cache_read, wants_logits
@@ -328,19 +361,24 @@ class Engine:
         self._next_id += 1
         return request.id
 
-    def _checked(self, prompt: Prompt, sampling: SamplingParams) -> np.ndarray:
-        values = np.asarray(prompt)
+    def _checked(self, prompt: Prompt, answer: int) -> np.ndarray:
+        try:
+            values = np.asarray(prompt)
+        except ValueError:  # ragged
+            values = np.zeros((0, 0))
         if values.ndim != 1 or not len(values):
-            raise UserError("prompt", list(prompt), "give a flat list of at least one token id")
+            raise UserError("prompt", repr(prompt)[:40], "give a flat list of at least one token id")
+        if values.dtype.kind == "O":
+            raise UserError("prompt", repr(prompt)[:40], f"token ids lie in 0..{self.vocab_size - 1}")
         if values.dtype.kind not in "iu":
             raise UserError("prompt", values.dtype.name, "give integer token ids")
         outside = values[(values < 0) | (values >= self.vocab_size)]
         if len(outside):
             raise UserError("prompt", int(outside[0]), f"token ids lie in 0..{self.vocab_size - 1}")
-        total = len(values) + sampling.max_tokens
+        total = len(values) + answer
         if total > self.config.max_context:
             fix = f"prompt and answer may have {self.config.max_context} tokens; shorten them or raise max_context"
-            raise UserError("prompt", f"{len(values)} + {sampling.max_tokens} tokens", fix)
+            raise UserError("prompt", f"{len(values)} + {answer} tokens", fix)
         for index, need in enumerate(self.config.blocks_of(total)):
             there = self.config.pool_blocks[index] - 1
             if need > there:

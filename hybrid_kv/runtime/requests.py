@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,16 +34,19 @@ class SamplingParams:
     ignore_stop: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise UserError("max_tokens", self.max_tokens, "use at least 1")
+        for field, least in (("max_tokens", 1), ("top_k", 0), ("seed", 0)):
+            value = getattr(self, field)
+            if not _is_integer(value) or not least <= value < 2**31:
+                raise UserError(field, value, f"use a whole number in [{least}, 2**31)")
+        for field in ("temperature", "top_p"):
+            if not isinstance(getattr(self, field), (int, float, np.number)):
+                raise UserError(field, getattr(self, field), "use a number")
         if not 0 <= self.temperature < float("inf"):
             raise UserError("temperature", self.temperature, "use 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise UserError("top_k", self.top_k, "use 0 (off) or a positive count")
         if not 0 < self.top_p <= 1:
             raise UserError("top_p", self.top_p, "use a share in (0, 1]")
-        if not 0 <= self.seed < 2**31:
-            raise UserError("seed", self.seed, "use a seed in [0, 2**31)")
+        if not isinstance(self.stop_tokens, Collection) or not all(map(_is_integer, self.stop_tokens)):
+            raise UserError("stop_tokens", self.stop_tokens, "give token ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,8 @@ class RequestResult:
     """A request as it stands; lengths and positions in tokens.
 
     finish_reason: "length", "stop", "aborted", or "" while it runs. hit, miss_reason: of its first
-    admission. chunks: where its prefill chunks ended. checkpoints: lengths states were saved at.
+    admission ("not admitted" before). chunks: where its prefill chunks ended. checkpoints: lengths
+    at which states were saved.
     """
 
     request_id: int
@@ -72,6 +76,10 @@ class RequestResult:
     chunks: list[int]
     checkpoints: list[int]
     preemptions: int
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 class Scores(NamedTuple):
@@ -135,7 +143,7 @@ class Request:
             tokens=[int(t) for t in self.tokens[self.prompt_length : self.length]],
             finish_reason=self.finish_reason,
             hit=max(self.hit, 0),
-            miss_reason=self.reason.text,
+            miss_reason=self.reason.text if self.hit >= 0 else "not admitted",
             chunks=list(self.chunks),
             checkpoints=list(self.checkpoints),
             preemptions=self.preemptions,

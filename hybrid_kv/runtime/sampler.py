@@ -36,9 +36,11 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     vocabulary = logits.shape[1]
     k = jnp.where(inputs.top_k > 0, jnp.minimum(inputs.top_k, vocabulary), vocabulary)
     share = jax.nn.softmax(jnp.where(jnp.arange(vocabulary) < k[:, None], ranked, -jnp.inf), -1)
-    # A token stays if the share of those ranked before it is below top_p, so the first always does.
+    # A token stays if the share of those ranked before it is below top_p, so the first does, also
+    # where top_p rounds to 0 in fp32.
     before = jnp.cumsum(share, -1) - share
     kept = (before < inputs.top_p[:, None]) & (jnp.arange(vocabulary) < k[:, None])
+    kept |= jnp.arange(vocabulary) == 0
     floor = jnp.where(kept, ranked, jnp.inf).min(-1)
     allowed = jnp.where(scaled >= floor[:, None], scaled, -jnp.inf)
 

@@ -41,8 +41,8 @@ def _decoding(config: CacheConfig, state: CacheState) -> jax.Array:
     fields = layout(config)
     requests = state.requests
     computed = requests[:, fields.COMPUTED]
-    last_token = computed == requests[:, fields.KNOWN] - 1
-    return (requests[:, fields.STATUS] == RUNNING) & last_token & (computed >= requests[:, fields.PROMPT])
+    last_token = (computed == requests[:, fields.KNOWN] - 1) & (computed >= requests[:, fields.PROMPT])
+    return (requests[:, fields.STATUS] == RUNNING) & last_token & (requests[:, fields.SCHEDULED] == 0)
 
 
 def _lacks_column(config: CacheConfig, state: CacheState, position: int) -> jax.Array:
@@ -82,7 +82,8 @@ def _keep_turn_end(config: CacheConfig, state: CacheState) -> CacheState:
     """Let decodes that complete a hash unit save their state in their own turn-end slot.
 
     The slot is overwritten at every boundary and filed once, when the request ends: only then is
-    the last boundary known. A slot is optional: without a free one the boundary is skipped.
+    the last boundary known. A slot is optional: it is given only if a state stays free for every
+    request slot that runs nothing, so nobody ever waits for one; else the boundary is skipped.
     """
     fields = layout(config)
     if not (config.placement.turn_end and config.prefix_caching and config.geometry.recurrent):
@@ -90,7 +91,8 @@ def _keep_turn_end(config: CacheConfig, state: CacheState) -> CacheState:
     after = state.requests[:, fields.COMPUTED] + 1
     crossing = _decoding(config, state) & (after % config.unit == 0)
     lacks = crossing & (state.requests[:, fields.turn_slot.start] == 0)
-    granted = lacks & (jnp.cumsum(lacks.astype(jnp.int32)) <= spare_states(config, state))
+    idle = (state.requests[:, fields.STATUS] != RUNNING).sum(dtype=jnp.int32)
+    granted = lacks & (jnp.cumsum(lacks.astype(jnp.int32)) <= spare_states(config, state) - idle)
     count = granted.sum(dtype=jnp.int32)
     nth = jnp.maximum(jnp.cumsum(granted.astype(jnp.int32)) - 1, 0)
     for position, group in enumerate(config.geometry.recurrent):
@@ -100,7 +102,9 @@ def _keep_turn_end(config: CacheConfig, state: CacheState) -> CacheState:
         state = state._replace(requests=state.requests.at[:, column].set(slots))
     saved = crossing & (granted | ~lacks)
     return state._replace(
-        requests=state.requests.at[:, fields.EMIT_TURN].set(jnp.where(saved, after, 0)),
+        requests=state.requests.at[:, fields.EMIT_TURN].set(
+            jnp.where(saved, after, state.requests[:, fields.EMIT_TURN])
+        ),
         counters=state.counters.at[SKIPPED_STATES].add((lacks & ~granted).sum(dtype=jnp.int32)),
     )
 

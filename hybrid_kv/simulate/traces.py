@@ -6,6 +6,7 @@ earlier request: its first `keep` tokens are those of request `base` (prompt, th
 
 import gzip
 import json
+import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
         where = f"trace {path} line {number}"
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(where, line[:40], f"every line must be a JSON object ({error})") from None
         requests.append(_checked(fields, requests, where))
     if not requests:
@@ -127,20 +128,20 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _checked(fields: Any, earlier: Sequence[TraceRequest], where: str) -> TraceRequest:
     """A request from its JSON object; raises UserError for anything a replay would stumble over later."""
     if not isinstance(fields, dict):
-        raise UserError(where, fields, "every line must be a JSON object")
+        raise UserError(where, _short(fields), "every line must be a JSON object")
     missing = sorted({"session", "t", "base", "keep", "add", "out"} - fields.keys())
     if missing:
-        raise UserError(f"{where} fields", sorted(fields), f"add {', '.join(missing)}")
+        raise UserError(f"{where} fields", _short(sorted(fields)), f"add {', '.join(missing)}")
     session, base, keep = fields["session"], fields["base"], fields["keep"]
     if not isinstance(session, str):
-        raise UserError(f"{where} session", session, "must be a string")
+        raise UserError(f"{where} session", _short(session), "must be a string")
     if isinstance(fields["t"], bool) or not isinstance(fields["t"], int | float):
-        raise UserError(f"{where} t", fields["t"], "must be a number of seconds")
+        raise UserError(f"{where} t", _short(fields["t"]), "must be a number of seconds")
     if not _is_count(base, low=-1) or base >= len(earlier):
-        raise UserError(f"{where} base", base, f"must be -1 or an earlier request, at most {len(earlier) - 1}")
+        raise UserError(f"{where} base", _short(base), f"must be -1 or an earlier request, at most {len(earlier) - 1}")
     limit = earlier[base].prompt_length + len(earlier[base].out) if base >= 0 else 0
     if not _is_count(keep) or keep > limit:
-        raise UserError(f"{where} keep", keep, f"must be 0 to {limit}, the tokens of the base request")
+        raise UserError(f"{where} keep", _short(keep), f"must be 0 to {limit}, the tokens of the base request")
     for name in ("add", "out"):
         tokens = fields[name]
         if not isinstance(tokens, list) or not all(_is_count(token) for token in tokens):
@@ -157,6 +158,6 @@ def _is_count(value: Any, low: int = 0) -> bool:
     return type(value) is int and low <= value < 2**31
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _short(value: Any) -> Any:
+    """Lists and objects shortened: a line may hold long or deep ones."""
+    return reprlib.repr(value) if isinstance(value, list | dict) else value

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hybrid_kv.cache import index, transitions
+from hybrid_kv.cache.checkpoints import wanted_boundaries
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.lookup import SALTED, SKIP_READ
 from hybrid_kv.cache.state import initial_state
@@ -284,3 +285,67 @@ def test_configurations_that_cannot_work_are_refused(change, words):
     with pytest.raises(UserError) as refusal:
         CacheConfig(**(base | change))
     assert words in str(refusal.value)
+
+
+def test_an_optional_turn_end_state_never_makes_a_request_wait():
+    steps = {}
+    for turn_end in (False, True):
+        serving = Serving(config(states=3, placement=Placement(turn_end=turn_end)))
+        serving.add(prompt(0, 10), 40)
+        for _ in range(20):
+            serving.step()
+        slot = serving.add(prompt(1, 10), 3)
+        steps[turn_end] = 0
+        while slot in serving.live:
+            serving.step()
+            steps[turn_end] += 1
+        serving.run()
+    assert steps[True] == steps[False] == 3
+
+
+def test_evicting_an_old_copy_does_not_hide_a_newer_one():
+    specs = [GroupSpec("mla", "mla", 32), GroupSpec("kda", "recurrent", 16)]
+    geometry = resolve(specs, hash_unit=16)
+    serving = Serving(CacheConfig(geometry, (20, 20), (0, 1), max_requests=2, max_context=256, token_budget=256))
+    stem = prompt(0, 16)
+    serve(serving, [*stem, *prompt(1, 17)])
+    key = index.tag(jnp.asarray(np.asarray(serving.state.keys)[0, 0]), 0)
+    old = int(index.find(serving.state.entries, key[None])[0])
+    serving.add([*stem, *prompt(2, 17)], flags=SKIP_READ)
+    serving.run()
+    newest = int(index.find(serving.state.entries, key[None])[0])
+    assert 0 < old != newest > 0
+    serve(serving, [*stem, *prompt(3, 17)])
+    newest = int(index.find(serving.state.entries, key[None])[0])
+    serving.add([*stem, *prompt(4, 17)])
+    plan = serving.step()
+    assert plan.hit[0] == 16 and int(plan.copies[0][0, 0]) == newest
+    serving.run()
+    assert old in np.asarray(serving.state.stack)[: int(serving.state.pools[0, 0])], "the old copy is reused first"
+
+
+def test_a_resumed_request_keeps_the_boundaries_of_all_it_knows():
+    wanted = wanted_boundaries(config(), *(jnp.int32(n) for n in (20, 32, 0, 0)))
+    assert sorted(int(n) for n in wanted if n) == [16, 32]
+
+
+def test_the_outcome_of_a_lookup_survives_a_withdrawn_step():
+    serving = Serving(config())
+    serve(serving, prompt(0, 40))
+    serving.add(prompt(0, 40))
+    serving.plan()
+    serving.withdraw()
+    serving.run()
+    assert serving.hits == [0, 32]
+
+
+def test_planning_twice_never_schedules_a_token_twice():
+    serving = Serving(config())
+    serving.add(prompt(0, 10), 5)
+    serving.step()
+    serving.plan()
+    again = serving.plan()
+    assert again.length[0] == 1
+    serving.execute(again)
+    serving.commit(again)
+    serving.assert_sound()

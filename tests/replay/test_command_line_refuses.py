@@ -26,7 +26,11 @@ def place(tmp_path: Path, traces_dir: Path) -> dict[str, str]:
         "text.json": '["a"]',
         "hollow.json": "[[1], []]",
         "bad.jsonl": "{",
+        "deep.json": "[" * 100_000,
+        "typed/config.json": '{"linear_attn_config": {"kda_layers": 5}, "num_hidden_layers": "x"}',
+        "deep/config.json": "[" * 100_000,
     }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     return {"tmp": str(tmp_path), "trace": str(traces_dir / "miniswe_60.jsonl.gz")}
 
@@ -53,6 +57,10 @@ CASES = {
     "prompt file absent": ((*GENERATE, "--prompt-file", "{tmp}/absent.json"), "prompt file"),
     "prompt file is no JSON": ((*GENERATE, "--prompt-file", "{tmp}/bad.json"), "prompt file"),
     "prompt file is an object": ((*GENERATE, "--prompt-file", "{tmp}/object.json"), "prompt file"),
+    "prompt file is too deep": ((*GENERATE, "--prompt-file", "{tmp}/deep.json"), "prompt file"),
+    "trace is too deep": ((*REPLAY, "{tmp}/deep.json"), "line 1"),
+    "configuration is too deep": (("describe", "--checkpoint", "{tmp}/deep"), "config.json"),
+    "configuration has a wrong type": (("describe", "--checkpoint", "{tmp}/typed"), "num_hidden_layers"),
     "prompt file has no prompt": ((*GENERATE, "--prompt-file", "{tmp}/none.json"), "prompt file"),
     "prompt file has text": ((*GENERATE, "--prompt-file", "{tmp}/text.json"), "prompt file"),
     "prompt file has an empty prompt": ((*GENERATE, "--prompt-file", "{tmp}/hollow.json"), "prompt file"),

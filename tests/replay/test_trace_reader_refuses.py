@@ -67,12 +67,20 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         read_trace(write(tmp_path / "t.jsonl", rest))
 
 
-@pytest.mark.parametrize("line", ["{", "[1, 2]", "3", "null"])
+@pytest.mark.parametrize("line", ["{", "[1, 2]", "3", "null", "[" * 100_000, '{"a":' * 100_000])
 def test_a_line_that_is_no_object_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(UserError, match="JSON object"):
         read_trace(path)
+
+
+def test_a_value_about_as_deep_as_the_recursion_limit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    for depth in range(850, 1000):  # readable or not, depending on how deep the caller is
+        path.write_text(json.dumps(GOOD).replace('"a"', "[" * depth + "]" * depth) + "\n")
+        with pytest.raises(UserError, match="line 1"):
+            read_trace(path)
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

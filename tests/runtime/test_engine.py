@@ -1,6 +1,7 @@
 """What a user may rely on: pressure changes no token, draws are reproducible, bad input disturbs nobody."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -110,6 +111,8 @@ def test_a_bad_request_never_disturbs_the_others(make_engine):
         ([], "prompt"),
         ([[1, 2]], "flat list"),
         ([1.5], "integer"),
+        ([[1], [1, 2]], "flat list"),
+        ([10**30], "token ids lie in 0..511"),
         ([512], "token ids lie in 0..511"),
         ([-1], "token ids lie in 0..511"),
         ([3] * 600, "shorten them or raise max_context"),
@@ -119,7 +122,10 @@ def test_a_bad_request_never_disturbs_the_others(make_engine):
         with pytest.raises(UserError):
             engine.generate([good[0], bad], params)
         engine.step()
-    for field in ({"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"seed": -1}):
+    for field in (
+        {"max_tokens": 0}, {"max_tokens": 2.0}, {"temperature": -1.0}, {"temperature": "hot"}, {"top_p": 0.0},
+        {"top_k": -1}, {"top_k": 2**31}, {"seed": -1}, {"seed": 2**40}, {"stop_tokens": 5}, {"stop_tokens": ("a",)},
+    ):  # fmt: skip
         with pytest.raises(UserError, match=next(iter(field))):
             SamplingParams(**field)
     with pytest.raises(UserError, match="request_id"):
@@ -201,3 +207,73 @@ def test_a_model_with_one_kind_of_layer_is_served(tiny_checkpoint, tmp_path, kin
     first, second = engine.generate([prompt], params)[0], engine.generate([prompt], params)[0]
     assert first.tokens == second.tokens and second.hit == (len(prompt) - 1) // 16 * 16
     assert engine.score([*prompt, *first.tokens])[len(prompt) - 1 : -1].argmax(-1).tolist() == first.tokens
+
+
+def test_streams_that_share_an_engine_lose_no_token(make_engine):
+    engine = make_engine()
+    prompts = shared_prompts(12, 2)
+    params = SamplingParams(max_tokens=8, ignore_stop=True)
+    expected = [r.tokens for r in engine.generate(prompts, params)]
+    pairs = list(itertools.zip_longest(*(engine.stream(prompt, params) for prompt in prompts)))
+    assert [list(tokens) for tokens in zip(*pairs, strict=True)] == expected
+    stream = engine.stream(prompts[0], params)
+    tokens = [next(stream)]
+    engine.generate(prompts[1:], params)
+    assert [*tokens, *stream] == expected[0]
+
+
+def test_a_text_of_the_whole_context_is_scored_and_a_preempted_score_is_whole(make_engine):
+    engine = make_engine()
+    text = np.random.default_rng(13).integers(3, 512, 512)
+    expected = engine.score(text)
+    assert expected.shape == (512, engine.vocab_size)
+    small = make_engine("1x1", SMALL)
+    ids = [
+        small.add_request(prompt, SamplingParams(max_tokens=200, ignore_stop=True)) for prompt in shared_prompts(14, 3)
+    ]
+    for _ in range(20):
+        small.step()
+    assert np.abs(small.score(text) - expected).max() < 1e-3
+    drain(small)
+    assert all(small.result(i).finish_reason == "length" for i in ids)
+
+
+@pytest.mark.parametrize("where", ["build", "asarray"])
+def test_an_interrupted_step_loses_nothing(make_engine, monkeypatch, where):
+    engine = make_engine()
+    prompts = shared_prompts(15, 3)
+    params = SamplingParams(max_tokens=8, ignore_stop=True)
+    expected = [r.tokens for r in engine.generate(prompts, params)]
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    engine.step()
+    target = "hybrid_kv.runtime.metadata.build" if where == "build" else "hybrid_kv.runtime.engine.np.asarray"
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert engine.check() == []
+        engine.step()
+    drain(engine)
+    assert [engine.result(i).tokens for i in ids] == expected
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_bucket_as_small_as_a_decode_step_is_compiled_too(make_engine):
+    engine = make_engine("1x1", dataclasses.replace(OPTIONS, token_budget=16, token_buckets=(4, 16)))
+    engine.warm_up()
+    ids = [engine.add_request([5, 6, 7], SamplingParams(max_tokens=20, ignore_stop=True))]
+    for _ in range(3):
+        engine.step()
+        ids.append(engine.add_request([8, 9, 10], SamplingParams(max_tokens=3, ignore_stop=True)))
+    drain(engine)
+    assert engine.stats().compilations_after_warm_up == 0
+
+
+def test_the_default_ladder_fits_any_hash_unit(tiny_checkpoint):
+    for unit in (48, 100, 512):
+        engine = Engine.from_checkpoint(tiny_checkpoint, "1x1", dataclasses.replace(OPTIONS, hash_unit=unit))
+        assert all(grid % unit == 0 for grid in engine.config.placement.ladder)
