@@ -146,6 +146,7 @@ def replay(options: argparse.Namespace) -> int:
         in_flight=options.in_flight,
         verify=options.verify,
         check_every_step=options.check,
+        overlap=options.overlap_sessions,
         out=options.out,
         configuration={"dtype": options.dtype, **dataclasses.asdict(cache)},
     )
@@ -215,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--requests", type=int, help="only the first so many (all)")
     command.add_argument("--in-flight", type=int, default=8, help="requests kept live (%(default)s)")
     command.add_argument("--no-cache", action="store_true", help="serve without prefix caching")
+    command.add_argument(
+        "--overlap-sessions", action="store_true", help="run requests of one session side by side where they can"
+    )
     command.add_argument("--check", action="store_true", help="check the cache's invariants after every step")
     command.add_argument("--verify", action="store_true", help="compare with the run without the cache")
     command.add_argument("--out", type=Path, help="folder for report.json and report.png")

@@ -39,6 +39,13 @@ class Hit(NamedTuple):
     states: jax.Array
 
 
+def no_hit(config: CacheConfig) -> Hit:
+    """What a lookup that finds nothing returns, without its reason."""
+    none = jnp.int32(0)
+    tables = jnp.zeros((max(sum(config.columns), 1),), jnp.int32)
+    return Hit(none, none, none, tables, jnp.zeros((len(config.geometry.recurrent),), jnp.int32))
+
+
 def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.Array, flags: jax.Array) -> Hit:
     """Look a request up; reads only.
 

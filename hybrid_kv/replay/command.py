@@ -24,6 +24,7 @@ JSON_NAME, PNG_NAME = "report.json", "report.png"
 class ReplayOptions:
     """trace, checkpoint, mesh: as given, for the report. grid: tokens, the granularity of the ceilings.
     token_budget: tokens of one step. check_every_step: check all invariants of the cache after each step.
+    overlap: let requests of one session run side by side.
 
     out: folder for report.json and report.png, made if absent; None writes nothing.
     configuration: the cache options, for the report.
@@ -39,6 +40,7 @@ class ReplayOptions:
     out: Path | None
     configuration: Mapping[str, Any]
     check_every_step: bool = False
+    overlap: bool = False
 
 
 def run_replay(
@@ -69,6 +71,7 @@ def run_replay(
             options.token_budget,
             options.in_flight,
             check_every_step=options.check_every_step,
+            overlap=options.overlap,
             on_end=lambda served: advance(1),
         )
     summary = report.summarise(run, before, engine.stats(), options.grid)

@@ -72,12 +72,14 @@ def replay(
     in_flight: int = 8,
     sample_every: int = 8,
     check_every_step: bool = False,
+    overlap: bool = False,
     on_end: Callable[[Served], None] = lambda served: None,
 ) -> ReplayRun:
     """Serves all requests; `sampling(n)` gives the parameters for a greedy answer of exactly n tokens.
 
     requests: their tokens already are tokens of the model (`map_trace`). token_budget: of one step.
     sample_every: steps between two looks at the pools. check_every_step: stop at the first broken invariant.
+    overlap: let requests of one session run side by side where their prompts allow it.
     Raises UserError for a request the engine refuses, ReplayFailure when the engine stops making progress, ends an
     answer early or breaks an invariant.
     """
@@ -94,7 +96,7 @@ def replay(
     while len(done) < len(requests):
         while len(live) < in_flight:
             live_indices = {one.index for one in live.values()}
-            index = next_request(requests, known.keys(), live_indices)
+            index = next_request(requests, known.keys(), live_indices, overlap)
             if index is None:
                 break
             known[index] = _prompt(requests[index], known, done)

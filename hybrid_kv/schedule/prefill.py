@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from hybrid_kv.cache import index, pool
 from hybrid_kv.cache.checkpoints import wanted_boundaries
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.lookup import Hit, lookup
+from hybrid_kv.cache.lookup import Hit, lookup, no_hit
 from hybrid_kv.cache.state import PREEMPTED, RUNNING, SKIPPED_STATES, WAITING, CacheState, layout
 from hybrid_kv.cache.transitions import preempt
 from hybrid_kv.schedule.decode import newest_running, spare_states
@@ -96,11 +96,10 @@ def _chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Ar
 
 def _lookup_if(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array) -> Hit:
     request, fields = state.requests[row], layout(config)
-    shapes = jax.eval_shape(lambda: lookup(config, state, state.keys[row], request[fields.KNOWN], request[0]))
     return jax.lax.cond(
         admit,
         lambda: lookup(config, state, state.keys[row], request[fields.KNOWN], request[fields.FLAGS]),
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+        lambda: no_hit(config),
     )
 
 
