@@ -1,4 +1,4 @@
-"""Shared by all tests: eight stand-in devices, run-time type checks, a compilation cache, data paths."""
+"""Shared by all tests: eight stand-in devices, run-time type checks, data paths."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,6 @@ flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 
-import jax
 import pytest
 from jaxtyping import install_import_hook
 
@@ -19,10 +18,6 @@ ROOT = Path(__file__).parent.parent
 # place before the first test module imports them. HYBRID_KV_TYPE_CHECKS=0 leaves it off, to see what it costs.
 if os.environ.get("HYBRID_KV_TYPE_CHECKS") != "0":
     install_import_hook(["hybrid_kv", "pallas_kernels"], "beartype.beartype")
-
-# The suite is run again and again on the same programs.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,9 @@ travel as one int32 vector, since a transfer costs per array and device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hybrid_kv.models.batch import Caches
+from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.runtime.metadata import StepInputs
 from hybrid_kv.runtime.sampler import sample
@@ -51,25 +53,76 @@ def unpack(flat: jax.Array, packing: Packing) -> StepInputs:
     return jax.tree.unflatten(packing.tree, leaves)
 
 
-class DeviceStep:
-    """Caches and compiled steps of one model on one mesh. `run` consumes and replaces the caches.
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+    """What a compiled step depends on besides the shapes of its arguments; hashable.
 
-    build: makes the model from (local shards of) its parameters. params: placed on the mesh.
+    param_specs: (name, split) of every parameter. cache_specs: in the order of `Caches`.
+    """
+
+    model: KimiLinearConfig
+    mesh: Mesh
+    param_specs: tuple[tuple[str, P], ...]
+    cache_specs: tuple[P, ...]
+    interleave: int
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_logits: bool) -> Any:
+    """The jitted step (params, caches, flat) -> (tokens, logits, margins, caches); caches are donated.
+
+    Engines of one model on one mesh share it.
+    """
+    rows = packing.shapes[-1][0]
+    cache_specs: Any = Caches(*cast(Any, layout.cache_specs))
+
+    def local(params, caches: Caches, flat):
+        inputs = unpack(flat[:-rows], packing)
+        caches = caches._replace(mla=copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1]))
+        model = KimiLinear(layout.model, params)
+        return model.with_margins(inputs.batch, caches, decode_only=decode_only, interleave=layout.interleave)
+
+    def step(params, caches, flat):
+        spread = jax.shard_map(
+            local,
+            mesh=layout.mesh,
+            in_specs=(dict(layout.param_specs), cache_specs, P()),
+            out_specs=(P(), P(), cache_specs),
+            check_vma=False,
+        )
+        logits, margins, caches = spread(params, caches, flat)
+        wanted = logits[flat[-rows:]] if all_logits else logits
+        tokens = sample(wanted, unpack(flat[:-rows], packing).sampling)
+        return tokens, logits, margins, caches
+
+    replicated = NamedSharding(layout.mesh, P())
+    pools = Caches(*(cast(Any, NamedSharding(layout.mesh, spec)) for spec in layout.cache_specs))
+    return jax.jit(step, donate_argnums=1, out_shardings=(replicated, replicated, replicated, pools))
+
+
+class DeviceStep:
+    """Caches of one engine and the steps that run on them. `run` consumes and replaces the caches.
+
+    params: placed on the mesh.
     """
 
     def __init__(
         self,
-        build: Callable[[Mapping[str, jax.Array]], KimiLinear],
+        model: KimiLinearConfig,
         params: Mapping[str, jax.Array],
         mesh: Mesh,
         sharding: ShardingMap,
         dtypes: Mapping[str, Any],
         interleave: int,
     ) -> None:
-        self.mesh, self.sharding, self.interleave = mesh, sharding, interleave
-        self.build, self.params = build, dict(params)
-        self.param_specs = {name: getattr(array.sharding, "spec", P()) for name, array in self.params.items()}
-        self.cache_specs: Any = Caches(*(cast(Any, sharding[name].spec) for name in Caches._fields))
+        self.params = dict(params)
+        self.layout = StepLayout(
+            model=model,
+            mesh=mesh,
+            param_specs=tuple((name, getattr(array.sharding, "spec", P())) for name, array in self.params.items()),
+            cache_specs=tuple(sharding[name].spec for name in Caches._fields),
+            interleave=interleave,
+        )
         self.caches = Caches(
             *(
                 jax.jit(
@@ -79,8 +132,7 @@ class DeviceStep:
                 for name in Caches._fields
             )
         )
-        self.replicated = NamedSharding(mesh, P())
-        self._steps: dict[tuple, Any] = {}
+        self._replicated = NamedSharding(mesh, P())
 
     def run(
         self, inputs: StepInputs, last: np.ndarray, *, decode_only: bool, all_logits: bool
@@ -91,37 +143,7 @@ class DeviceStep:
         [T, vocabulary] with all_logits, else [R, vocabulary] of the last tokens.
         """
         flat, packing = pack(inputs)
-        key = (packing, decode_only, all_logits)
-        if key not in self._steps:
-            self._steps[key] = self._compile(packing, decode_only, all_logits)
-        flat = jax.device_put(np.concatenate([flat, last.astype(np.int32)]), self.replicated)
-        tokens, logits, margins, self.caches = self._steps[key](self.params, self.caches, flat)
+        step = compiled_step(self.layout, packing, decode_only, all_logits)
+        flat = jax.device_put(np.concatenate([flat, last.astype(np.int32)]), self._replicated)
+        tokens, logits, margins, self.caches = step(self.params, self.caches, flat)
         return tokens, logits, margins
-
-    def _compile(self, packing: Packing, decode_only: bool, all_logits: bool):
-        rows = packing.shapes[-1][0]
-
-        def local(params, caches: Caches, flat):
-            inputs = unpack(flat[:-rows], packing)
-            mla = copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1])
-            model = self.build(params)
-            return model.with_margins(
-                inputs.batch, caches._replace(mla=mla), decode_only=decode_only, interleave=self.interleave
-            )
-
-        def step(params, caches, flat):
-            spread = jax.shard_map(
-                local,
-                mesh=self.mesh,
-                in_specs=(self.param_specs, self.cache_specs, P()),
-                out_specs=(P(), P(), self.cache_specs),
-                check_vma=False,
-            )
-            logits, margins, caches = spread(params, caches, flat)
-            last = flat[-rows:]
-            wanted = logits[last] if all_logits else logits
-            tokens = sample(wanted, unpack(flat[:-rows], packing).sampling)
-            return tokens, logits, margins, caches
-
-        shardings = Caches(*(cast(Any, NamedSharding(self.mesh, spec)) for spec in self.cache_specs))
-        return jax.jit(step, donate_argnums=1, out_shardings=(self.replicated,) * 3 + (shardings,))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ from hybrid_kv.cache.state import EVICTED, PREEMPTED, SKIPPED_STATES
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load, load_config
 from hybrid_kv.models.config import KimiLinearConfig
-from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.models.parameters import check_mesh
 from hybrid_kv.plan import StepPlan
 from hybrid_kv.planning import CacheOptions, CachePlan, plan_cache
@@ -73,7 +71,7 @@ class Engine:
         dtypes = {"mla": dtype, "kda": "float32", "conv": dtype}
         self._controller = Controller(config)
         interleave = config.geometry.groups[config.geometry.attention[0]].interleave if config.geometry.attention else 1
-        self._device = DeviceStep(functools.partial(KimiLinear, model), params, mesh, plan.sharding, dtypes, interleave)
+        self._device = DeviceStep(model, params, mesh, plan.sharding, dtypes, interleave)
         self._slots: list[Request | None] = [None] * config.max_requests
         self._queue: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}
