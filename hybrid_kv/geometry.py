@@ -190,6 +190,14 @@ class SystemGeometry:
         """Table columns that serve a hit of `hit` tokens, per group."""
         return tuple(group.columns(hit) for group in self.groups)
 
+    def unsharded(self) -> SystemGeometry:
+        """The same blocks with all their rows on one rank: all that lookup and scheduling depend on."""
+        groups = tuple(
+            GroupGeometry(dataclasses.replace(group.spec, rows_per_rank=group.block), shards=1, interleave=1)
+            for group in self.groups
+        )
+        return SystemGeometry(groups=groups, dcp=1, hash_unit=self.hash_unit)
+
     def table(self) -> str:
         """The geometry as a text table."""
         head = ("group", "kind", "layers", "rows/rank", "shards", "interleave", "block", "units/block", "draft")

@@ -117,3 +117,11 @@ def test_unknown_kinds_and_stray_windows_are_refused():
 def test_the_table_names_every_group_and_the_units():
     table = resolve([mla(), kda()], dcp=8).table()
     assert "mla" in table and "128" in table and "hash unit 16, schedule block 128, hit unit 16" in table
+
+
+def test_unsharding_changes_no_block_and_no_unit():
+    geometry = resolve([mla(), mla("draft", replicated=True), kda()], dcp=8, interleave=2)
+    plain = geometry.unsharded()
+    assert [g.block for g in plain.groups] == [g.block for g in geometry.groups]
+    assert (plain.hash_unit, plain.schedule_block, plain.hit_unit) == (16, 128, 16)
+    assert all(g.shards == 1 for g in plain.groups)
