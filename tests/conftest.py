@@ -1,6 +1,8 @@
 """Shared by all tests: eight stand-in devices, run-time type checks, data paths."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports JAX: it reads these when it starts its CPU devices.
@@ -9,6 +11,7 @@ flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 
+import jax
 import pytest
 from jaxtyping import install_import_hook
 
@@ -18,6 +21,19 @@ ROOT = Path(__file__).parent.parent
 # place before the first test module imports them. HYBRID_KV_TYPE_CHECKS=0 leaves it off, to see what it costs.
 if os.environ.get("HYBRID_KV_TYPE_CHECKS") != "0":
     install_import_hook(["hybrid_kv", "pallas_kernels"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def room_for_compiled_programs() -> Iterator[None]:
+    """Drop compiled programs before they use up the memory maps of the process.
+
+    A program on the CPU back end takes about a thousand maps; Linux allows 65,530 and XLA aborts beyond.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

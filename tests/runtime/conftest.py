@@ -1,4 +1,4 @@
-"""Engines of the tiny checkpoint, kept for the session: compiling their steps is what costs."""
+"""Engines of the tiny checkpoint, kept for a module: compiling their steps is what costs."""
 
 import functools
 
@@ -16,7 +16,7 @@ def reference(tiny_checkpoint):
     return dict(np.load(tiny_checkpoint / "reference_outputs.npz"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_engine(tiny_checkpoint):
     """Engine of a mesh and options, made once; its cache is emptied before it is handed out again."""
 
