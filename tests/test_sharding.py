@@ -1,0 +1,83 @@
+"""The sharding map says which mesh axes split every device array, and refuses what does not divide."""
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hybrid_kv.errors import UserError
+from hybrid_kv.planning import CacheOptions, CacheShape, plan_cache
+from hybrid_kv.sharding import ArraySharding, MeshSpec, ShardingMap
+
+SHAPE = CacheShape(
+    mla_layers=(3, 6), recurrent_layers=(0, 1, 2, 4, 5), latent=32, position=8, heads=8, key=16, value=16, taps=4,
+    max_context=4096, row_itemsize=4, conv_itemsize=4,
+)  # fmt: skip
+
+
+def test_mla_rows_are_split_by_dcp_and_states_by_heads_over_the_tensor_group():
+    plan = plan_cache(SHAPE, CacheOptions(max_requests=2, max_context=256), MeshSpec(model=2, dcp=4))
+    local = {array.name: array.local_shape(plan.mesh) for array in plan.sharding.arrays}
+    assert local == {"mla": (2, 9, 16, 40), "kda": (5, 17, 1, 16, 16), "conv": (5, 17, 3, 48)}
+    assert plan.sharding["mla"].spec == P(None, None, "dcp", None)
+    assert plan.sharding["kda"].spec == P(None, None, ("model", "dcp"), None, None)
+    assert plan.sharding["mla"].rule == "rank = p % 64 // 1 % 4"
+
+
+def test_the_map_gives_the_named_sharding_of_every_array():
+    plan = plan_cache(SHAPE, CacheOptions(max_requests=2, max_context=256), MeshSpec(model=2, dcp=4))
+    mesh = plan.mesh.build()
+    named = plan.sharding.named(mesh)
+    assert set(named) == {"mla", "kda", "conv"}
+    assert all(isinstance(sharding, NamedSharding) for sharding in named.values())
+    assert MeshSpec.of(mesh) == plan.mesh
+    assert jax.ShapeDtypeStruct((2, 9, 64, 40), "float32", sharding=named["mla"]).sharding.shard_shape(
+        (2, 9, 64, 40)
+    ) == (2, 9, 16, 40)
+
+
+def test_the_report_names_arrays_pools_and_units():
+    report = plan_cache(SHAPE, CacheOptions(), MeshSpec(dcp=2)).report()
+    for words in (
+        "mla",
+        "kda",
+        "conv",
+        "row:dcp",
+        "hash unit 64",
+        "steps of 16 (decode), 256, 1024 tokens",
+        "MiB per device",
+    ):
+        assert words in report
+
+
+@pytest.mark.parametrize(("text", "mesh"), [
+    ("", MeshSpec()), ("1x1", MeshSpec()), ("model=2", MeshSpec(model=2)), (" dcp=4 , model=2", MeshSpec(1, 2, 4)),
+])  # fmt: skip
+def test_a_mesh_is_written_as_axes_and_sizes(text, mesh):
+    assert MeshSpec.parse(text) == mesh
+    assert MeshSpec.parse(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize(
+    "text", ["modle=2", "model", "model=", "model=x", "model=-2", "model=0", "model=2,model=2", "model=²", "2x2"]
+)
+def test_other_mesh_texts_are_refused(text):
+    with pytest.raises(UserError, match="mesh"):
+        MeshSpec.parse(text)
+
+
+def test_sizes_the_mesh_does_not_divide_are_refused_with_the_axis():
+    array = ArraySharding("states", (1, 6), ("layer", "head"), P(None, ("model", "dcp")), 4)
+    with pytest.raises(UserError, match="head: got 6; mesh model=2,dcp=2 splits this axis of 'states' into 4 parts"):
+        ShardingMap(MeshSpec(model=2, dcp=2), (array,))
+    with pytest.raises(UserError, match="it needs 64 devices, 8 are there"):
+        MeshSpec(model=64).build()
+
+
+def test_models_that_lack_a_kind_of_layer_keep_a_null_pool():
+    import dataclasses
+
+    only_kda = plan_cache(dataclasses.replace(SHAPE, mla_layers=()), CacheOptions(), MeshSpec(dcp=2))
+    assert only_kda.sharding["mla"].shape == (0, 1, 2, 40)
+    only_mla = plan_cache(dataclasses.replace(SHAPE, recurrent_layers=()), CacheOptions(), MeshSpec(dcp=2))
+    assert only_mla.sharding["kda"].shape == (0, 1, 8, 16, 16)
