@@ -21,6 +21,7 @@ class CacheOptions:
     max_context: int | None = None
     attention_blocks: int | None = None
     state_slots: int | None = None
+    token_buckets: tuple[int, ...] | None = None
     ladder: tuple[int, ...] = ()
 
 
