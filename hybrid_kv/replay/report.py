@@ -68,7 +68,9 @@ def failures(summary: Summary, verification: Verification | None, broken: Sequen
     if summary.compilations_after_warm_up:
         found.append(f"{summary.compilations_after_warm_up} compilations after warm-up; there must be none")
     if verification is not None and not verification.passed:
-        found.append(f"{len(verification.mismatches)} tokens differ from the run without the cache")
+        after_ties = len(verification.expert_ties)
+        differ = len(verification.mismatches) + after_ties
+        found.append(f"{differ} tokens differ from the run without the cache, {after_ties} of them after an expert tie")
     return found
 
 
