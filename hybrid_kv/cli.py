@@ -127,9 +127,6 @@ def replay(options: argparse.Namespace) -> int:
         options.max_context = max(request.prompt_length + len(request.out) for request in requests)
     if options.max_requests is None:
         options.max_requests = max(options.in_flight, 1)
-    if options.token_buckets is None:
-        # One program for all prefills: then a resumed prefill forms its sums as the plain run of --verify does.
-        options.token_buckets = str(_cache_options(options).token_budget)
     _unlimited_pools(options, requests)
     _prepare_devices(options)
     from hybrid_kv.runtime.engine import Engine, SamplingParams

@@ -14,15 +14,17 @@ def choose(op: str, implementation: str | None, available: Mapping[str, Callable
 
     Args:
       op: name used in the message.
-      implementation: "tpu", "gpu" or "reference"; None takes the one named like the
-        platform of the default device, else the reference.
+      implementation: "tpu", "gpu", "xla" or "reference"; None takes the one named like the platform of
+        the default device, else, off the CPU, the parallel form in plain XLA, else the reference.
       available: implementations that exist, by name. "reference" always does.
 
     Raises:
       ImplementationError: the named implementation does not exist for this op.
     """
     if implementation is None:
-        return available.get(jax.default_backend(), available["reference"])
+        platform = jax.default_backend()
+        parallel = available["reference"] if platform == "cpu" else available.get("xla", available["reference"])
+        return available.get(platform, parallel)
     if implementation not in available:
         exist = ", ".join(sorted(available))
         raise ImplementationError(f"{op}: implementation {implementation!r} does not exist; this op has: {exist}")

@@ -6,13 +6,14 @@ from flax import nnx
 
 from hybrid_kv.models.axes import tensor_rank, tensor_sum
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.linear import project
 from hybrid_kv.models.routing import combine_matrix, route, selection_margin
 from hybrid_kv.typing import Array, Float
 
 
 def gated(x: Float[Array, "T D"], gate: Array, up: Array, down: Array) -> Float[Array, "T D"]:
     """down (SiLU(gate x) * up x) for the local part of the width: a partial sum over ranks."""
-    return (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return project(jax.nn.silu(project(x, gate)) * project(x, up), down)
 
 
 class DenseFfn(nnx.Module):
@@ -50,18 +51,22 @@ class MoeFfn(nnx.Module):
         """Output, and how far each token was from choosing another expert (`selection_margin`)."""
         config = self.config
         router = self.router[...].astype(jnp.float32)
-        logits = jnp.matmul(x.astype(jnp.float32), router.T, precision=jax.lax.Precision.HIGHEST)
+        logits = project(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         ids, weights = route(
             logits, self.bias[...], top_k=config.experts_per_token, scaling=config.routed_scaling_factor,
             renormalize=config.renormalize, groups=config.expert_groups, groups_kept=config.expert_groups_kept,
             biased_weights=config.biased_expert_weights,
         )  # fmt: skip
-        gate, up, down = self.expert_gate[...], self.expert_up[...], self.expert_down[...]
-        local = gate.shape[0]
+        local = self.expert_gate[...].shape[0]
         share = combine_matrix(ids, weights, config.experts)
         share = jax.lax.dynamic_slice_in_dim(share, tensor_rank() * local, local, axis=1)
-        inner = jax.nn.silu(jnp.einsum("td,efd->tef", x, gate)) * jnp.einsum("td,efd->tef", x, up)
-        routed = jnp.einsum("tef,edf->td", inner * share.astype(x.dtype)[:, :, None], down)
+        share = share.astype(x.dtype)
+
+        def add_expert(e, routed):
+            gate, up, down = (w[...][e] for w in (self.expert_gate, self.expert_up, self.expert_down))
+            return routed + share[:, e, None] * gated(x, gate, up, down)
+
+        routed = jax.lax.fori_loop(0, local, add_expert, jnp.zeros_like(x))
         margin = selection_margin(
             logits, self.bias[...], top_k=config.experts_per_token, groups=config.expert_groups,
             groups_kept=config.expert_groups_kept,

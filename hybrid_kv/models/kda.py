@@ -10,6 +10,7 @@ from flax import nnx
 from hybrid_kv.models.axes import tensor_sum
 from hybrid_kv.models.batch import ModelBatch, RecurrentInputs
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.linear import project
 from hybrid_kv.models.norms import gated_rms_norm
 from hybrid_kv.typing import Array, Float, Int32
 from pallas_kernels.conv1d import causal_conv1d
@@ -54,13 +55,13 @@ class KdaMixer(nnx.Module):
         width = self.config.kda_head_dim
         heads = self.a_log.shape[0]
         mixed, conv_states = causal_conv1d(
-            x @ self.qkv[...].T, self.conv[...].T, conv_states, layer, rows, slots.read, slots.write,
+            project(x, self.qkv[...]), self.conv[...].T, conv_states, layer, rows, slots.read, slots.write,
             slots.emit_position, slots.emit_slot,
         )  # fmt: skip
         mixed = mixed.reshape(x.shape[0], heads, 3, width)
         q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
-        raw_gate = (x @ self.f_a[...].T @ self.f_b[...].T).reshape(q.shape)
-        raw_beta = x @ self.beta[...].T
+        raw_gate = project(project(x, self.f_a[...]), self.f_b[...]).reshape(q.shape)
+        raw_beta = project(x, self.beta[...])
         token = (q, k, v, raw_gate, raw_beta, self.a_log[...], self.dt_bias[...].reshape(heads, width))
         bound = self.config.gate_lower_bound
         if decode_only:
@@ -73,6 +74,6 @@ class KdaMixer(nnx.Module):
                 *token, states, layer, rows, slots.read, slots.write, slots.emit_position, slots.emit_slot,
                 lower_bound=bound,
             )  # fmt: skip
-        gate = (x @ self.g_a[...].T @ self.g_b[...].T).reshape(q.shape)
+        gate = project(project(x, self.g_a[...]), self.g_b[...]).reshape(q.shape)
         y = gated_rms_norm(o, gate, self.o_norm[...], self.config.rms_norm_eps).astype(x.dtype)
-        return tensor_sum(y.reshape(x.shape[0], -1) @ self.out[...].T), states, conv_states
+        return tensor_sum(project(y.reshape(x.shape[0], -1), self.out[...])), states, conv_states

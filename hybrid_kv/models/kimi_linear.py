@@ -21,6 +21,7 @@ from hybrid_kv.models.batch import Caches, ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.ffn import DenseFfn, MoeFfn
 from hybrid_kv.models.kda import KdaMixer
+from hybrid_kv.models.linear import project
 from hybrid_kv.models.mla import MlaMixer
 from hybrid_kv.models.norms import RmsNorm, rms_norm
 from hybrid_kv.typing import Array, Float, Int32
@@ -94,7 +95,7 @@ class KimiLinear(nnx.Module):
         """As a call, with the smallest expert selection margin of each wanted token over all layers."""
         h, margin, caches = self._layers(self._embed(batch.tokens), batch, caches, decode_only, interleave)
         wanted = jnp.clip(batch.logits_index, 0, h.shape[0] - 1)
-        logits = (self.norm(h[wanted]) @ self.head[...].T).astype(jnp.float32)
+        logits = project(self.norm(h[wanted]), self.head[...]).astype(jnp.float32)
         return jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True), margin[wanted], caches
 
     def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:

@@ -15,6 +15,7 @@ from flax import nnx
 from hybrid_kv.models.axes import DCP, tensor_sum
 from hybrid_kv.models.batch import ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.linear import project, project_heads
 from hybrid_kv.models.norms import rms_norm
 from hybrid_kv.typing import Array, Float, Int32
 from pallas_kernels.mla import merge, mla_attention, mla_write
@@ -36,7 +37,7 @@ class MlaMixer(nnx.Module):
     def cache_rows(self, x: Float[Array, "T D"]) -> Float[Array, "T LP"]:
         """[RMSNorm(latent) | position key] of each token."""
         latent = self.config.latent_width
-        row = x @ self.kv_a[...].T
+        row = project(x, self.kv_a[...])
         normed = rms_norm(row[:, :latent], self.kv_a_norm[...], self.config.mla_lora_norm_eps)
         return jnp.concatenate([normed, row[:, latent:]], axis=1)
 
@@ -54,8 +55,8 @@ class MlaMixer(nnx.Module):
         config = self.config
         nope, value = config.nope_width, config.value_width
         kv_b = self.kv_b[...].reshape(-1, nope + value, config.latent_width)
-        q = (x @ self.q[...].T).reshape(x.shape[0], kv_b.shape[0], nope + config.rope_width)
-        q_latent = jnp.einsum("tnd,ndl->tnl", q[..., :nope], kv_b[:, :nope])
+        q = project(x, self.q[...]).reshape(x.shape[0], kv_b.shape[0], nope + config.rope_width)
+        q_latent = project_heads(q[..., :nope], kv_b[:, :nope])
         place: tuple[Any, ...] = (layer, batch.rows, batch.attention.table)
         stripe: dict[str, Any] = {
             "shards": jax.lax.axis_size(DCP),
@@ -67,8 +68,8 @@ class MlaMixer(nnx.Module):
         out = _attend(q_latent, q[..., nope:], cache, place, attend)
         # The next layer writes the pool: it must not be kept alive beyond these reads (see kernels' slots).
         out, cache = jax.lax.optimization_barrier((out, cache))
-        o = jnp.einsum("tnl,nvl->tnv", out, kv_b[:, nope:])
-        return tensor_sum(o.reshape(x.shape[0], -1) @ self.out[...].T), cache
+        o = project_heads(out, jnp.swapaxes(kv_b[:, nope:], 1, 2))
+        return tensor_sum(project(o.reshape(x.shape[0], -1), self.out[...])), cache
 
 
 def _attend(q_latent: Array, q_rope: Array, cache: Array, place: tuple, attend: dict) -> Float[Array, "T N L"]:

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hybrid_kv.typing import Array, Float
+from pallas_kernels.sums import steady_sum
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     """x / sqrt(mean(x^2) + eps) in fp32, rounded to the dtype of x, then times the weight."""
     xf = x.astype(jnp.float32)
-    xf = xf * jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
+    xf = xf * jax.lax.rsqrt(steady_sum(xf * xf) / xf.shape[-1] + eps)
     return xf.astype(x.dtype) * weight.astype(x.dtype)
 
 
@@ -30,5 +31,5 @@ def gated_rms_norm(
 ) -> Float[Array, "... K"]:
     """RMSNorm(x) * weight * sigmoid(gate) over the last axis, all in fp32."""
     xf = x.astype(jnp.float32)
-    xf = xf * jax.lax.rsqrt(jnp.mean(xf * xf, axis=-1, keepdims=True) + eps)
+    xf = xf * jax.lax.rsqrt(steady_sum(xf * xf) / xf.shape[-1] + eps)
     return xf * weight.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))

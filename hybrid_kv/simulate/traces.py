@@ -24,7 +24,8 @@ class TraceRequest:
     """One recorded request; all counts are tokens.
 
     index: its line in the trace, from 0. session: requests of one session never overlap in time.
-    base: index of an earlier request, or -1. keep: tokens from the front of the base's prompt + answer.
+    base: index of an earlier request, or -1; as read, the earliest that the kept tokens can be taken from, so that
+    a request waits for no more than it needs. keep: tokens from the front of the base's prompt + answer.
     add: new prompt tokens. out: the recorded answer, never empty.
     """
 
@@ -150,6 +151,8 @@ def _checked(fields: Any, earlier: Sequence[TraceRequest], where: str) -> TraceR
         raise UserError(f"{where} add", [], "the prompt is empty; it needs at least one token")
     if not fields["out"]:
         raise UserError(f"{where} out", [], "the answer is empty; it needs at least one token")
+    while base >= 0 and keep <= earlier[base].keep:
+        base = earlier[base].base  # the base has those tokens from its own base
     return TraceRequest(len(earlier), session, base, keep, tuple(fields["add"]), tuple(fields["out"]))
 
 

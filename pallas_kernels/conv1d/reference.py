@@ -27,22 +27,21 @@ def causal_conv1d(
 ) -> tuple[Float[Array, "T C"], Float[Array, "layers S W1 C"]]:
     """See `conv1d.api.causal_conv1d`."""
     count, past = x.shape[0], weight.shape[0] - 1
-    token = tokens(rows, count)
+    valid = tokens(rows, count).valid[:, None]
     present = rows.length > 0
     history, conv_states = read_slots(conv_states, layer, jnp.where(present, read, 0))
-    x = jnp.where(token.valid[:, None], x, jnp.zeros_like(x))
+    x = jnp.where(valid, x, jnp.zeros_like(x))
     xf, w, h = (a.astype(jnp.float32) for a in (x, weight, history))
 
-    # Taps inside the row: the packed axis shifted by `back` tokens.
+    # The input `back` tokens ago: from the packed axis, or from the history for the first tokens of a row. One
+    # sum in one order for every token, so a sequence gives the same bits however it is cut into rows.
     y = w[past] * xf
     for back in range(1, past + 1):
-        shifted = jnp.pad(xf, ((back, 0), (0, 0)))[:count]
-        y += w[past - back] * jnp.where((token.within >= back)[:, None], shifted, 0.0)
-    # Taps before the row: only its first W - 1 tokens have any.
-    for i in range(past):
-        before = sum(w[past - back] * h[:, past + i - back] for back in range(i + 1, past + 1))
-        at = jnp.where(i < rows.length, rows.offset + i, count)
-        y = y.at[at].add(before, mode="drop")
+        ago = jnp.pad(xf, ((back, 0), (0, 0)))[:count]
+        for i in range(back):
+            at = jnp.where(i < rows.length, rows.offset + i, count)
+            ago = ago.at[at].set(h[:, past + i - back], mode="drop")
+        y += w[past - back] * ago
 
     wanted = saves(rows, write, emit_position, emit_slot)
     # Row-relative index of each input to keep; negative ones lie in the history.
@@ -52,4 +51,4 @@ def causal_conv1d(
     old = history[wanted.row[:, None], jnp.clip(past + index, 0, past - 1)]
     kept = jnp.where((index < 0)[..., None], old.astype(x.dtype), new)
     conv_states = write_slots(conv_states, layer, wanted.slot, kept)
-    return jnp.where(token.valid[:, None], jax.nn.silu(y), 0.0).astype(x.dtype), conv_states
+    return jnp.where(valid, jax.nn.silu(y), 0.0).astype(x.dtype), conv_states

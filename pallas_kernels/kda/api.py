@@ -10,11 +10,11 @@ by another row of the same call. A read slot stays as it is unless the row also 
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.kda import reference
+from pallas_kernels.kda import reference, xla
 from pallas_kernels.rows import RaggedRows
 
-_PREFILL = {"reference": reference.prefill}
-_DECODE = {"reference": reference.decode}
+_PREFILL = {"reference": reference.prefill, "xla": xla.prefill}
+_DECODE = {"reference": reference.decode, "xla": xla.decode}
 
 
 def kda_prefill(
@@ -40,8 +40,9 @@ def kda_prefill(
     """Gated delta rule over ragged rows, any mix of lengths (decode rows of one token included).
 
     q and k come raw (after convolution and SiLU); the L2 norm, the gate, beta and the query scale
-    K**-0.5 are applied inside. The chunk grid is anchored at absolute positions, so a resumed
-    prefill meets the same chunk edges as an uncut one.
+    K**-0.5 are applied inside. The reference goes token by token, so its bits do not depend on how a
+    sequence is cut; forms in chunks anchor their grid at absolute positions, so a resumed prefill
+    meets the same chunk edges as an uncut one.
 
     Args:
       states: pool of recurrent states; donate it under jit.
@@ -52,7 +53,7 @@ def kda_prefill(
         start < position <= start + length, any offset inside a chunk, several in one chunk.
       emit_slot: [R, E] slot of each emission; 0 means none.
       lower_bound: None for the softplus gate, else the bound (in [-5, 0)) of the sigmoid gate.
-      chunk: tokens of a chunk, a power of two.
+      chunk: tokens of a chunk, a power of two, where the implementation has chunks.
       implementation: see `dispatch.choose`.
 
     Returns:

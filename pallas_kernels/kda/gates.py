@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.sums import steady_sum
+
 
 def l2_norm(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
     """x / sqrt(sum(x^2) + 1e-6) over the last axis."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x * jax.lax.rsqrt(steady_sum(x * x) + 1e-6)
 
 
 def log_decay(

@@ -1,4 +1,4 @@
-"""KDA in plain XLA: chunked prefill and one-token decode.
+"""KDA as it is defined, one token after another.
 
 Recurrence of a head, S [K, V] in fp32, scale = K^-0.5, q and k L2-normalised:
 
@@ -7,87 +7,60 @@ Recurrence of a head, S [K, V] in fp32, scale = K^-0.5, q and k L2-normalised:
     S = S + k_t u_t^T
     o_t = S^T (scale q_t)
 
-Prefill works on chunks (`kda.chunk`) in groups: inside a group all chunks are prepared at once, a
-scan carries the state through them, outputs and saved states follow in parallel from the incoming
-states. Groups run in a loop whose length is the number of chunks in use, not the most possible.
+Every token of prefill and of decode goes through the one loop body below, so a sequence gives the same bits
+however it is cut into steps and wherever a saved state is taken up again. On a CPU this is also the fastest
+form: the state stays in cache and nothing is computed that a short row does not need.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.kda.chunk import chunk_terms, matmul, state_after
-from pallas_kernels.kda.gates import l2_norm, log_decay, write_strength
-from pallas_kernels.rows import RaggedRows, Tiles, max_tiles, tiles, tokens
-from pallas_kernels.saves import Saves, saves
+from pallas_kernels.kda.inputs import Inputs, prepare
+from pallas_kernels.rows import RaggedRows, tokens
 from pallas_kernels.slots import read_slots, write_slots
 
-# Chunks prepared together, and states saved together: enough for batched products, few enough that
-# a step with one short row does not pay for many.
-_GROUP = 8
-_SAVES = 4
+
+class _Stops(NamedTuple):
+    """Where each row's state is saved, ascending: tokens of the row before it, and the slot. The last is the
+    row's end."""
+
+    after: Int32[Array, "R E1"]
+    slot: Int32[Array, "R E1"]
 
 
-class _Inputs(NamedTuple):
-    """Per-token inputs, ready for the recurrence: q normalised and scaled, k normalised."""
-
-    q: Float[Array, "... K"]
-    k: Float[Array, "... K"]
-    v: Float[Array, "... V"]
-    g: Float[Array, "... K"]
-    beta: Float[Array, "..."]
-
-
-class _Plan(NamedTuple):
-    """Saves in chunk order: chunk of each, tokens of that chunk it covers, slot, and the bounds
-    of each group in the list."""
-
-    chunk: Int32[Array, "n"]
-    covered: Int32[Array, "n"]
-    slot: Int32[Array, "n"]
-    bounds: Int32[Array, "groups1"]
+def _stops(
+    rows: RaggedRows, write: Int32[Array, "R"], emit_position: Int32[Array, "R E"], emit_slot: Int32[Array, "R E"]
+) -> _Stops:
+    after = emit_position - rows.start[:, None]
+    wanted = (emit_slot != 0) & (after > 0) & (after <= rows.length[:, None])
+    after = jnp.concatenate([jnp.where(wanted, after, 0), rows.length[:, None]], axis=1)
+    slot = jnp.concatenate([jnp.where(wanted, emit_slot, 0), jnp.where(rows.length > 0, write, 0)[:, None]], axis=1)
+    order = jnp.argsort(after, axis=1, stable=True)
+    return _Stops(jnp.take_along_axis(after, order, 1), jnp.take_along_axis(slot, order, 1))
 
 
-def _inputs(q, k, v, raw_gate, raw_beta, a_log, dt_bias, lower_bound, valid) -> _Inputs:
-    """Apply norm, gate and beta; tokens that are not valid become neutral (all zero)."""
+def _advance(
+    begin: Int32[Array, ""],
+    end: Int32[Array, ""],
+    x: Inputs,
+    state: Float[Array, "H K V"],
+    out: Float[Array, "T H V"],
+) -> tuple[Float[Array, "H K V"], Float[Array, "T H V"]]:
+    """The recurrence over packed tokens begin to end; the state after them and `out` with their outputs."""
 
-    def keep(x):
-        return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 1)), x, 0.0)
+    def token(t, carry):
+        state, out = carry
+        q, k, v, g, beta = (jax.lax.dynamic_index_in_dim(a, t, keepdims=False) for a in x)
+        state = jnp.exp(g)[..., None] * state
+        u = beta[..., None] * (v - jnp.sum(state * k[..., None], axis=-2))
+        state = state + k[..., None] * u[..., None, :]
+        o = jnp.sum(state * q[..., None], axis=-2)
+        return state, jax.lax.dynamic_update_index_in_dim(out, o, t, 0)
 
-    scale = q.shape[-1] ** -0.5
-    return _Inputs(
-        keep(l2_norm(q) * scale),
-        keep(l2_norm(k)),
-        keep(v.astype(jnp.float32)),
-        keep(log_decay(raw_gate, a_log, dt_bias, lower_bound)),
-        keep(write_strength(raw_beta)),
-    )
-
-
-def _plan(wanted: Saves, rows: RaggedRows, grid: Tiles, chunk: int, groups: int, group: int) -> _Plan:
-    last = wanted.position - 1
-    index = grid.base[wanted.row] + last // chunk - rows.start[wanted.row] // chunk
-    index = jnp.where(wanted.slot == 0, groups * group, index)
-    order = jnp.argsort(index)
-    edges = jnp.arange(groups + 1, dtype=jnp.int32) * group
-    bounds = jnp.sum(index[None, :] < edges[:, None], axis=1, dtype=jnp.int32)
-    return _Plan(index[order], (last % chunk + 1)[order], wanted.slot[order], bounds)
-
-
-def _load_group(inputs: _Inputs, grid: Tiles, at: Int32[Array, "G"], chunk: int) -> _Inputs:
-    """Inputs of the chunks `at`, head-major [G, H, C, ...], neutral in slots that are no tokens."""
-    slot = jnp.arange(chunk, dtype=jnp.int32)[None, :]
-    index = jnp.clip(grid.first[at][:, None] + slot, 0, inputs.q.shape[0] - 1)
-    inside = (slot >= grid.low[at][:, None]) & (slot < grid.high[at][:, None])
-
-    def load(x):
-        picked = jnp.moveaxis(x[index], 2, 1)
-        return jnp.where(inside.reshape(inside.shape[0], 1, chunk, *(1,) * (x.ndim - 2)), picked, 0.0)
-
-    return jax.tree.map(load, inputs)
+    return jax.lax.fori_loop(begin, end, token, (state, out))
 
 
 def prefill(
@@ -109,58 +82,29 @@ def prefill(
     lower_bound: float | None,
     chunk: int,
 ) -> tuple[Float[Array, "T H V"], Float[Array, "layers S H K V"]]:
-    """See `kda.api.kda_prefill`."""
-    count, heads, width = q.shape[0], q.shape[1], v.shape[-1]
-    most = max_tiles(count, read.shape[0], chunk, anchored=True)
-    group = min(_GROUP, most)
-    groups = -(-most // group)
-    grid = tiles(rows, chunk, anchored=True, max_tiles=groups * group)
-    token = tokens(rows, count)
-    inputs = _inputs(q, k, v, raw_gate, raw_beta, a_log, dt_bias, lower_bound, token.valid)
-    initial, states = read_slots(states, layer, read)
+    """See `kda.api.kda_prefill`; `chunk` changes nothing here."""
+    del chunk
+    valid = tokens(rows, q.shape[0]).valid
+    x = prepare(q, k, v, raw_gate, raw_beta, a_log, dt_bias, lower_bound, valid)
+    initial, states = read_slots(states, layer, jnp.where(rows.length > 0, read, 0))
     initial = initial.astype(jnp.float32)
-    plan = _plan(saves(rows, write, emit_position, emit_slot), rows, grid, chunk, groups, group)
+    stops = _stops(rows, write, emit_position, emit_slot)
 
-    def one_group(i, carry):
-        state, out, states = carry
-        at = i * group + jnp.arange(group, dtype=jnp.int32)
-        x = _load_group(inputs, grid, at, chunk)
-        terms = chunk_terms(*x)
+    def row(r, carry):
+        def segment(j, carry):
+            state, begin, out, states = carry
+            end = rows.offset[r] + stops.after[r, j]
+            state, out = _advance(begin, end, x, state, out)
+            return state, jnp.maximum(begin, end), out, write_slots(states, layer, stops.slot[r, j][None], state[None])
 
-        def one_chunk(state, x):
-            row, first, terms = x
-            state = jnp.where(first, initial[row], state)
-            u = terms.u0 - matmul(terms.w, state)
-            kg_u = jnp.einsum("hck,hcv->hkv", terms.kg, u, precision=Precision.HIGHEST)
-            return terms.decay[..., None] * state + kg_u, (state, u)
+        out, states = carry
+        start = (initial[r], rows.offset[r], out, states)
+        _, _, out, states = jax.lax.fori_loop(0, stops.after.shape[1], segment, start)
+        return out, states
 
-        row = grid.row[at]
-        xs = (row, at == grid.base[row], terms)
-        state, (incoming, u) = jax.lax.scan(one_chunk, state, xs)
-        o = matmul(terms.q_decayed, incoming) + matmul(terms.a_qk, u)
-        out = jax.lax.dynamic_update_slice_in_dim(out, o, i * group, axis=0)
-
-        def save(j, states):
-            which = plan.bounds[i] + j * _SAVES + jnp.arange(_SAVES, dtype=jnp.int32)
-            mine = which < plan.bounds[i + 1]
-            which = jnp.where(mine, which, 0)
-            c = jnp.clip(plan.chunk[which] - i * group, 0, group - 1)
-            kept = state_after(plan.covered[which], incoming[c], x.k[c], x.g[c], u[c])
-            return write_slots(states, layer, jnp.where(mine, plan.slot[which], 0), kept)
-
-        rounds = (plan.bounds[i + 1] - plan.bounds[i] + _SAVES - 1) // _SAVES
-        return state, out, jax.lax.fori_loop(0, rounds, save, states)
-
-    carry = (
-        jnp.zeros_like(initial[0]),
-        jnp.zeros((groups * group, heads, chunk, width), jnp.float32),
-        states,
-    )
-    used = (grid.used + group - 1) // group
-    _, out, states = jax.lax.fori_loop(0, used, one_group, carry)
-    home = grid.base[token.row] + token.position // chunk - rows.start[token.row] // chunk
-    o = out[home, :, token.position % chunk]
-    return jnp.where(token.valid[:, None, None], o, 0.0).astype(v.dtype), states
+    out = jnp.zeros(v.shape, jnp.float32)
+    out, states = jax.lax.fori_loop(0, rows.length.shape[0], row, (out, states))
+    return out.astype(v.dtype), states
 
 
 def decode(
@@ -181,12 +125,17 @@ def decode(
     lower_bound: float | None,
 ) -> tuple[Float[Array, "R H V"], Float[Array, "layers S H K V"]]:
     """See `kda.api.kda_decode`."""
-    x = _inputs(q, k, v, raw_gate, raw_beta, a_log, dt_bias, lower_bound, active)
-    state, states = read_slots(states, layer, jnp.where(active, read, 0))
-    state = jnp.exp(x.g)[..., None] * state.astype(jnp.float32)
-    u = x.beta[..., None] * (x.v - jnp.sum(state * x.k[..., None], axis=-2))
-    state = state + x.k[..., None] * u[..., None, :]
-    o = jnp.sum(state * x.q[..., None], axis=-2)
-    for slot in (write, emit_slot):
-        states = write_slots(states, layer, jnp.where(active, slot, 0), state)
-    return o.astype(v.dtype), states
+    x = prepare(q, k, v, raw_gate, raw_beta, a_log, dt_bias, lower_bound, active)
+    initial, states = read_slots(states, layer, jnp.where(active, read, 0))
+    initial = initial.astype(jnp.float32)
+
+    def row(r, carry):
+        out, states = carry
+        state, out = _advance(r, r + active[r], x, initial[r], out)
+        for slot in (write, emit_slot):
+            states = write_slots(states, layer, jnp.where(active, slot, 0)[r][None], state[None])
+        return out, states
+
+    out = jnp.zeros(v.shape, jnp.float32)
+    out, states = jax.lax.fori_loop(0, active.shape[0], row, (out, states))
+    return out.astype(v.dtype), states

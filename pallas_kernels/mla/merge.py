@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.sums import steady_sum
+
 
 def weights(
     lses: Float[Array, "M ..."],
@@ -16,7 +18,7 @@ def weights(
     # -inf minus -inf is NaN: an all-empty column takes reference 0, where exp(-inf) is 0.
     anchor = jnp.where(jnp.isneginf(top), 0.0, top)
     parts = jnp.exp(lses - anchor)
-    total = jnp.sum(parts, axis=0)
+    total = steady_sum(parts, axis=0)[0]
     safe = jnp.where(total > 0, total, 1.0)
     return parts / safe, jnp.where(total > 0, anchor + jnp.log(safe), -jnp.inf)
 

@@ -24,22 +24,31 @@ _QUERIES = 64
 
 
 class _Softmax(NamedTuple):
-    """Online softmax: running maximum, sum and unnormalised output."""
+    """Online softmax: running maximum, and the unnormalised output with the sum of weights behind column L."""
 
     top: Float[Array, "b n q"]
-    total: Float[Array, "b n q"]
-    out: Float[Array, "b n q L"]
+    out: Float[Array, "b n q L1"]
+
+
+def _ones(latent: int) -> int:
+    """Columns of ones beside the latent: up to a multiple of 16, where CPU products keep one order of sums."""
+    return 16 + -latent % 16
 
 
 def _accumulate(acc: _Softmax, score: Float[Array, "b n q k"], value: Float[Array, "b k L"]) -> _Softmax:
-    """Add keys; masked scores are -inf."""
+    """Add keys; masked scores are -inf.
+
+    Columns of ones make the sum of weights one more output: the same rounding above and below the fraction bar,
+    and no reduction whose order depends on the shape.
+    """
     top = jnp.maximum(acc.top, jnp.max(score, axis=-1))
     # Before the first visible key the maximum is -inf, and -inf - -inf must not become NaN.
     anchor = jnp.where(jnp.isneginf(top), 0.0, top)
     p = jnp.exp(score - anchor[..., None])
     fade = jnp.exp(acc.top - anchor)
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, _ones(value.shape[-1]))), constant_values=1.0)
     added = jnp.einsum("bnqk,bkl->bnql", p, value, precision=Precision.HIGHEST)
-    return _Softmax(top, acc.total * fade + jnp.sum(p, axis=-1), acc.out * fade[..., None] + added)
+    return _Softmax(top, acc.out * fade[..., None] + added)
 
 
 def mla_attention(
@@ -58,6 +67,8 @@ def mla_attention(
 ) -> tuple[Float[Array, "T N L"], Float[Array, "T N"]]:
     """See `mla.api.mla_attention`."""
     count, heads, latent = q_latent.shape
+    if heads * query_tile == 1:
+        query_tile = 2  # a product of one row sums in another order than one of many
     per_rank, width = cache.shape[2:]
     stripe.check(per_rank, shards, interleave)
     block = per_rank * shards
@@ -107,14 +118,14 @@ def mla_attention(
         shape = (batch, heads, query_tile)
         acc = _Softmax(
             jnp.full(shape, -jnp.inf, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, latent), jnp.float32),
+            jnp.zeros((*shape, latent + _ones(latent)), jnp.float32),
         )
         visits = jnp.minimum((jnp.max(furthest) + columns * block) // (columns * block), pages.shape[1] // columns)
         acc = jax.lax.fori_loop(0, visits, one_group, acc)
-        safe = jnp.where(acc.total > 0, acc.total, 1.0)
-        normed = acc.out / safe[..., None]
-        log_sum = jnp.where(acc.total > 0, acc.top + jnp.log(safe), -jnp.inf)
+        total = acc.out[..., latent]
+        safe = jnp.where(total > 0, total, 1.0)
+        normed = acc.out[..., :latent] / safe[..., None]
+        log_sum = jnp.where(total > 0, acc.top + jnp.log(safe), -jnp.inf)
         return (
             jax.lax.dynamic_update_slice_in_dim(out, normed.astype(out.dtype), i * batch, axis=0),
             jax.lax.dynamic_update_slice_in_dim(lse, log_sum, i * batch, axis=0),

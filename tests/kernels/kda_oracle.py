@@ -52,7 +52,7 @@ def rows_of(offset, length, start) -> RaggedRows:
     return RaggedRows(*(jnp.asarray(a, jnp.int32) for a in (offset, length, start)))
 
 
-def run_prefill(x: dict, states, rows: RaggedRows, read, write, emit=None, *, lower_bound, layer=0):
+def run_prefill(x: dict, states, rows: RaggedRows, read, write, emit=None, *, lower_bound, form, layer=0):
     """`kda_prefill` on a dict of inputs; emit = (positions [R, E], slots [R, E]).
 
     Everything is padded to one size (256 tokens, 8 rows, 12 emissions, 2 layers, 40 slots; padding is NaN)
@@ -73,5 +73,6 @@ def run_prefill(x: dict, states, rows: RaggedRows, read, write, emit=None, *, lo
         jnp.asarray(x["A_log"]), jnp.asarray(x["dt_bias"]),
         jnp.asarray(grow(states, 2, 40, fill=np.nan)), jnp.int32(layer), RaggedRows(*(i32(a, 8) for a in rows)),
         i32(read, 8), i32(write, 8), i32(emit[0], 8, 12), i32(emit[1], 8, 12), lower_bound=lower_bound,
+        implementation=form,
     )  # fmt: skip
     return o[:count], states[:layers, :slots]

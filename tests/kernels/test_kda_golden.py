@@ -31,7 +31,7 @@ def pool(state, slots=8):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_prefill_output_and_states_match_the_recurrence(name):
+def test_prefill_output_and_states_match_the_recurrence(form, name):
     file = golden.load(name)
     x, count = one_sequence(file), file["q"].shape[1]
     rows = rows_of([0], [count], [0])
@@ -40,7 +40,7 @@ def test_prefill_output_and_states_match_the_recurrence(name):
     slots = [[3 + i for i in range(len(every))]]
     o, states = run_prefill(
         x, pool(file["initial_state"][0]), rows, [1], [2], (points, slots),
-        lower_bound=golden.bound(file["lower_bound"]), layer=1,
+        form=form, lower_bound=golden.bound(file["lower_bound"]), layer=1,
     )  # fmt: skip
     limit = FILES[name]
     assert golden.rel_rmse(o, file["o"][0]) <= limit
@@ -50,32 +50,32 @@ def test_prefill_output_and_states_match_the_recurrence(name):
 
 
 @pytest.mark.parametrize("name", ["kda_recurrence_softplus_strong", "kda_recurrence_lower_bound"])
-def test_states_inside_a_chunk_match_the_recurrence(name):
+def test_states_inside_a_chunk_match_the_recurrence(form, name):
     file = golden.load(name)
     every = file["states_every_16"][0]
     points = [[16 * (i + 1) for i in range(len(every))]]
     slots = [[3 + i for i in range(len(every))]]
     _, states = run_prefill(
         one_sequence(file), pool(file["initial_state"][0], 16), rows_of([0], [200], [0]), [1], [0],
-        (points, slots), lower_bound=golden.bound(file["lower_bound"]), layer=1,
+        (points, slots), form=form, lower_bound=golden.bound(file["lower_bound"]), layer=1,
     )  # fmt: skip
     for got, want in zip(states[1, 3:], every, strict=False):
         assert golden.rel_rmse(got, want) <= FILES[name]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.endswith("dim128")])
-def test_null_read_slot_starts_from_zero_whatever_it_holds(name):
+def test_null_read_slot_starts_from_zero_whatever_it_holds(form, name):
     file = golden.load(name)
     o, states = run_prefill(
         one_sequence(file), pool(file["initial_state"][0]), rows_of([0], [200], [0]), [0], [2],
-        lower_bound=golden.bound(file["lower_bound"]), layer=1,
+        form=form, lower_bound=golden.bound(file["lower_bound"]), layer=1,
     )  # fmt: skip
     assert golden.rel_rmse(o, file["o_zero_init"][0]) <= FILES[name]
     assert golden.rel_rmse(states[1, 2], file["final_state_zero_init"][0]) <= FILES[name]
     assert np.isnan(states[:, 0]).all()
 
 
-def test_varlen_rows_with_checkpoints():
+def test_varlen_rows_with_checkpoints(form):
     file = golden.load("kda_varlen_lower_bound")
     cu = file["cu_seqlens"]
     length = np.diff(cu)
@@ -93,7 +93,7 @@ def test_varlen_rows_with_checkpoints():
     x = one_sequence(file)
     o, states = run_prefill(
         x, states, rows_of(cu[:-1], length, 0 * length), read, np.arange(count) + 11,
-        (points, slots), lower_bound=-5.0,
+        (points, slots), form=form, lower_bound=-5.0,
     )  # fmt: skip
     assert golden.rel_rmse(o, file["o"][0]) <= 1e-6
     for row in range(count):
@@ -106,14 +106,14 @@ def test_varlen_rows_with_checkpoints():
 
 
 @pytest.mark.parametrize("name", ["kda_recurrence_softplus", "kda_recurrence_lower_bound_saturated"])
-def test_decode_token_by_token_matches_the_recurrence(name):
+def test_decode_token_by_token_matches_the_recurrence(form, name):
     file = golden.load(name)
     x, bound = one_sequence(file), golden.bound(file["lower_bound"])
 
     def step(states, token):
         o, states = kda_decode(
             *(a[None] for a in token), jnp.asarray(x["A_log"]), jnp.asarray(x["dt_bias"]), states, 1,
-            jnp.array([True]), jnp.array([1]), jnp.array([1]), jnp.array([5]), lower_bound=bound,
+            jnp.array([True]), jnp.array([1]), jnp.array([1]), jnp.array([5]), implementation=form, lower_bound=bound,
         )  # fmt: skip
         return states, o[0]
 

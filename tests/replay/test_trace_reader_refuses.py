@@ -25,6 +25,13 @@ def test_a_good_trace_is_read(tmp_path: Path) -> None:
     assert (second.index, second.base, second.keep, second.prompt_length) == (1, 0, 5, 6)
 
 
+def test_kept_tokens_come_from_the_earliest_request_that_has_them(tmp_path: Path) -> None:
+    lines = [GOOD, NEXT, {**NEXT, "base": 1, "keep": 6}, {**NEXT, "base": 2, "keep": 5}, {**NEXT, "base": 3, "keep": 6},
+             {**NEXT, "base": 4, "keep": 0}]  # fmt: skip
+    requests = read_trace(write(tmp_path / "t.jsonl", *lines))
+    assert [request.base for request in requests] == [-1, 0, 1, 0, 3, -1]
+
+
 def test_only_the_wanted_requests_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", GOOD, {"broken": True})
     assert len(read_trace(path, 1)) == 1
