@@ -33,6 +33,7 @@ CACHE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("--max-requests", int, "requests that can be live at once"),
     ("--max-context", int, "longest prompt + answer, in tokens"),
     ("--token-budget", int, "tokens one step computes at most"),
+    ("--admission", str, "admit a request when its whole prompt fits (prompt) or when its first chunk does (chunk)"),
 )
 LIST_FLAGS = (
     ("--ladder", "coarser grids, in tokens, that also get a checkpoint; none for no grid"),

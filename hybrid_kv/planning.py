@@ -32,6 +32,8 @@ class CacheOptions:
     prompt and its answer (None: the model's, at most 8192). token_budget: tokens of a step.
     chunk_limit: tokens of a prefill chunk (None: the budget). token_buckets: step sizes compiled
     besides the decode step (None: budget / 4 and the budget).
+    admission: "prompt" admits a request once its whole prompt fits into the pools, "chunk" when its first chunk
+    does: fuller pools, and more preemptions.
     tail, turn_end, junction, ladder: where recurrent states are kept, see `Placement` (ladder None: 512, 2048
     and 8192 tokens, rounded to hash units).
     """
@@ -47,6 +49,7 @@ class CacheOptions:
     token_budget: int = 1024
     chunk_limit: int | None = None
     token_buckets: tuple[int, ...] | None = None
+    admission: str = "prompt"
     tail: bool = True
     turn_end: bool = True
     junction: bool = True
@@ -57,6 +60,8 @@ class CacheOptions:
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise UserError(field.name, value, "use at least 1")
+        if self.admission not in ("prompt", "chunk"):
+            raise UserError("admission", self.admission, "use prompt or chunk")
         for bucket in self.token_buckets or ():
             if bucket < 1:
                 raise UserError("token_buckets", bucket, "use at least 1 token")
@@ -131,6 +136,7 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> Cach
         token_budget=budget,
         chunk_limit=min(options.chunk_limit or budget, budget),
         max_prefills=options.max_requests,
+        whole_prompts=options.admission == "prompt",
         placement=Placement(
             tail=options.tail,
             turn_end=options.turn_end,

@@ -35,6 +35,7 @@ class CacheConfig:
     max_requests: request slots. max_context: tokens a request may reach.
     token_budget: tokens of a step. chunk_limit: tokens of one prefill chunk at most.
     max_prefills: prefill rows of a step at most. max_append: tokens a row may gain in one step.
+    whole_prompts: admit a request once all its known tokens fit, not already when its first chunk does.
     """
 
     geometry: SystemGeometry
@@ -46,6 +47,7 @@ class CacheConfig:
     chunk_limit: int = 1 << 30
     max_prefills: int = 8
     max_append: int = 1
+    whole_prompts: bool = True
     placement: Placement = Placement()
     prefix_caching: bool = True
 

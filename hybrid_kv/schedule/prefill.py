@@ -74,7 +74,7 @@ def _chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Ar
     end = start + length
     have = _columns_held(config, request, hit, admit)
     chunk_need = _demand(config, state, have, end, hit, admit)
-    whole_need = _demand(config, state, have, known, hit, admit)
+    admit_need = _demand(config, state, have, known, hit, admit) if config.whole_prompts else chunk_need
 
     def lacking(state):
         newest = newest_running(config, state)
@@ -82,7 +82,7 @@ def _chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Ar
         return exists & ~admit & later & ~_fits(state, chunk_need)
 
     state = jax.lax.while_loop(lacking, lambda s: preempt(config, s, newest_running(config, s)), state)
-    done = exists & (length > 0) & jnp.where(admit, _fits(state, whole_need), _fits(state, chunk_need))
+    done = exists & (length > 0) & jnp.where(admit, _fits(state, admit_need), _fits(state, chunk_need))
     state, request = _adopt(config, state, row, hit, admit & done)
     state, request = _extend(config, state, row, request, have, end, done)
     boundaries = wanted_boundaries(config, request[fields.PROMPT], known, hit.hit, hit.junction)

@@ -11,7 +11,9 @@ from tests.cache.content_model import Serving
 
 
 @functools.cache
-def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...]) -> CacheConfig:
+def _config(
+    dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], whole: bool = True
+) -> CacheConfig:
     specs = [GroupSpec("mla", "mla", 8)]
     specs += [GroupSpec(f"kda{i}", "recurrent", 8) for i in range(groups)]
     pools = (36 // dcp + 70 * shared,) + (() if shared else (12,) * groups)
@@ -23,6 +25,8 @@ def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, .
         max_requests=4,
         max_context=96,
         token_budget=40,
+        chunk_limit=1 << 30 if whole else 16,
+        whole_prompts=whole,
         placement=Placement(ladder=ladder),
     )
 
@@ -33,6 +37,7 @@ CONFIGS = {
     "two recurrent groups": _config(1, 2, False, 8, ()),
     "one pool for all": _config(2, 2, True, 8, (16,)),
     "attention only": _config(2, 0, False, 4, ()),
+    "admitted by the chunk": _config(1, 1, False, 8, (16,), whole=False),
 }
 
 
