@@ -11,9 +11,7 @@ from tests.cache.content_model import Serving
 
 
 @functools.cache
-def _config(
-    dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], whole: bool = True
-) -> CacheConfig:
+def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], whole: bool = True) -> CacheConfig:
     specs = [GroupSpec("mla", "mla", 8)]
     specs += [GroupSpec(f"kda{i}", "recurrent", 8) for i in range(groups)]
     pools = (36 // dcp + 70 * shared,) + (() if shared else (12,) * groups)
