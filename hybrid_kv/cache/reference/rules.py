@@ -1,0 +1,91 @@
+"""What the model depends on besides its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from hybrid_kv.errors import UserError
+from hybrid_kv.geometry import GroupKind, SystemGeometry
+
+
+class Draft(enum.StrEnum):
+    """How a drafter that reads the next token is kept from stale rows at the end of a hit.
+
+    A draft layer's row at position p depends on token p + 1, so the last row of a shared prefix belongs to the
+    request that wrote it. NONE: the drafter reads no next token. DROP: a hit ends one hash unit before the prefix that
+    is known to be shared; a draft group's unit goes by the prefix that ends one unit later, so it is never taken
+    from a request that went on differently. LOOKAHEAD: a unit's key also covers the next tokens.
+    """
+
+    NONE = "none"
+    DROP = "drop"
+    LOOKAHEAD = "lookahead"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """pool_blocks: usable blocks of every pool; group_pool: pool of every group.
+
+    max_requests: requests running at once. token_budget: tokens of a step. chunk_limit: tokens of one prefill chunk.
+    retention: None keeps a state at every block boundary, n > 0 at every n tokens, 0 at semantic points only;
+    windowed groups keep the rows that a request resuming there needs. tail, turn_end, junction, ladder: semantic
+    points, see `cache.config.Placement`. lookahead: tokens beyond a unit that its key covers (Draft.LOOKAHEAD).
+    slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes.
+    """
+
+    geometry: SystemGeometry
+    pool_blocks: tuple[int, ...]
+    group_pool: tuple[int, ...]
+    max_requests: int = 128
+    max_context: int = 1 << 20
+    token_budget: int = 8192
+    chunk_limit: int = 1 << 30
+    caching: bool = True
+    retention: int | None = 0
+    tail: bool = True
+    turn_end: bool = True
+    junction: bool = True
+    ladder: tuple[int, ...] = ()
+    draft: Draft = Draft.NONE
+    lookahead: int = 0
+    slots_ahead: int = 0
+    priority: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.group_pool) != len(self.geometry.groups):
+            raise UserError(
+                "group_pool", self.group_pool, f"name one pool for each of {len(self.geometry.groups)} groups"
+            )
+        if self.retention is not None and (self.retention < 0 or self.retention % self.unit):
+            raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.unit} tokens")
+        if (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
+            raise UserError("lookahead", self.lookahead, "give at least 1 with draft=lookahead, 0 otherwise")
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a hash unit."""
+        return self.geometry.hash_unit
+
+    def lag(self, group: int) -> int:
+        """Units that must be known beyond one before this group's part of it has a name."""
+        spec = self.geometry.groups[group].spec
+        return int(self.draft is Draft.DROP and spec.draft and spec.kind is not GroupKind.RECURRENT)
+
+    @property
+    def longest_lag(self) -> int:
+        return max(self.lag(group) for group in range(len(self.geometry.groups)))
+
+    def resume_points(self, prompt: int, known: int) -> set[int]:
+        """Boundaries where a later request with this prompt, or with a longer one, may resume.
+
+        The first is where the same prompt sent again ends up, with one token (or the tokens that prove a key) left
+        to compute; the second where a continuation does.
+        """
+        step, back = self.geometry.hit_unit, self.unit * self.longest_lag
+        points = set()
+        for tokens in (prompt, known):
+            longer = tokens - self.lookahead - back
+            again = min(tokens - 1, longer)
+            points |= {again // step * step, longer // step * step}
+        return {point for point in points if point > 0}

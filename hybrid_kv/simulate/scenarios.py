@@ -1,0 +1,330 @@
+"""Serving scenarios: requests that arrive by step, a faked model, and the decisions as JSON lines.
+
+    python -m hybrid_kv.simulate.scenarios FILE... --out DIR
+
+A scenario says which groups and pool there are, which prompts arrive when, how long each answer is and how many drafts
+are accepted; tokens are streams named by a seed. One step delivers what is due, schedules, samples and commits. Written
+for every file: `cfg` (derived sizes), `s` (steps), `r` (requests as they end), `p` (probes), `end` (totals).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_kv.cache.reference import Draft, Hit, Model, Rules, Step
+from hybrid_kv.errors import UserError
+from hybrid_kv.geometry import GroupSpec, resolve
+
+_VOCABULARY = 163840
+_STALL = 65
+_KINDS = {"mla": "mla", "full": "full", "swa": "sliding_window", "chunked_local": "chunked_local", "mamba": "recurrent"}
+# What this runner does not do yet, with the value that asks for nothing.
+_UNSUPPORTED: dict[str, Any] = {
+    "async_scheduling": False, "max_num_active_seqs": None, "long_prefill_token_threshold_adaptive": False,
+    "prefill_schedule_interval": 1, "watermark": 0, "reserve_full_isl": True,
+}  # fmt: skip
+
+
+@functools.cache
+def stream(seed: int, count: int) -> tuple[int, ...]:
+    """The first `count` tokens of a stream: a mix of seed and index in 64-bit arithmetic."""
+    with np.errstate(over="ignore"):
+        base = np.array([seed], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = base + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+        z ^= z >> np.uint64(30)
+        z *= np.uint64(0xBF58476D1CE4E5B9)
+        z ^= z >> np.uint64(27)
+        z *= np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return tuple((z % np.uint64(_VOCABULARY)).tolist())
+
+
+def tokens_of(prompt: Any) -> list[int]:
+    """A prompt's tokens: given as ids, or as segments [seed, length] or [seed, length, offset] of streams."""
+    if isinstance(prompt, dict):
+        return list(prompt["ids"])
+    found: list[int] = []
+    for seed, length, *offset in prompt:
+        begin = offset[0] if offset else 0
+        found += stream(seed, begin + length)[begin:]
+    return found
+
+
+def rules_of(config: dict[str, Any]) -> Rules:
+    """The model's rules for a scenario's configuration. Raises UserError for what is not supported."""
+    for field, neutral in _UNSUPPORTED.items():
+        if config.get(field, neutral) != neutral:
+            raise UserError(f"config.{field}", config[field], f"not supported yet: use {neutral}")
+    eagle, mode = config.get("use_eagle", False), config.get("eagle_mode", "lookahead")
+    drafts = config.get("num_speculative_tokens", 0)
+    draft = Draft({"lookahead": "lookahead", "drop": "drop", "nodrop": "none"}[mode]) if eagle else Draft.NONE
+    caching = config.get("enable_prefix_caching", True)
+    specs = []
+    for number, group in enumerate(config["groups"]):
+        kind = _KINDS[group["kind"]]
+        attention = kind in ("mla", "full")
+        specs.append(
+            GroupSpec(
+                f"{group['kind']}{number}",
+                kind,
+                group["block_size"],
+                replicated=not group.get("dcp_sharded", True),
+                draft=group.get("eagle", eagle and attention),
+                window=group.get("window") or group.get("chunk") or 0,
+            )
+        )
+    unit = config.get("prefix_match_unit") or config.get("hash_block_size")
+    geometry = resolve(specs, dcp=config.get("dcp_world_size", 1), hash_unit=unit)
+    threshold = config.get("long_prefill_token_threshold", 0)
+    return Rules(
+        geometry=geometry,
+        pool_blocks=(config["num_blocks"] - 1,),
+        group_pool=(0,) * len(specs),
+        max_requests=config.get("max_num_seqs", 128),
+        max_context=config.get("max_model_len", 1 << 20),
+        token_budget=config.get("max_num_batched_tokens", 8192),
+        chunk_limit=threshold or 1 << 30,
+        caching=caching,
+        # The reference system keeps the last whole block of a prompt as well as its last hash boundary.
+        ladder=tuple(sorted({geometry.groups[g].block for g in geometry.recurrent} - {geometry.hash_unit})),
+        retention=config.get("retention_interval", 0),
+        draft=draft,
+        lookahead=(drafts if config.get("multi_module_mtp") else 1) if draft is Draft.LOOKAHEAD else 0,
+        slots_ahead=drafts if eagle else 0,
+        priority=config.get("policy", "fcfs") == "priority",
+    )
+
+
+@dataclasses.dataclass
+class _Client:
+    """What the scenario says about one request, and what has become of it. steps: arrived, first scheduled, first
+    token, finished."""
+
+    spec: dict[str, Any]
+    prompt: list[int]
+    answer: tuple[int, ...]
+    accept: Iterator[int]
+    drafts: Iterator[int]
+    steps: list[int] = dataclasses.field(default_factory=lambda: [-1, -1, -1, -1])
+    chunks: list[int] = dataclasses.field(default_factory=list)
+    first: Hit | None = None
+    resumed: int = 0
+    given: int = 0
+    preempted: int = 0
+    aborted: bool = False
+
+
+class Run:
+    """One scenario through the model; `records` is the trace."""
+
+    def __init__(self, scenario: dict[str, Any]) -> None:
+        config = scenario["config"]
+        self.name = scenario["name"]
+        self.rules = rules_of(config)
+        self.model = Model(self.rules)
+        self.drafts = config.get("num_speculative_tokens", 0)
+        self.limit = config.get("max_steps", 100_000)
+        self.clients: dict[str, _Client] = {}
+        for number, spec in enumerate(scenario["requests"]):
+            answer = stream(spec.get("output_seed", 1_000_000 + number), spec["output_len"])
+            self.clients[spec["id"]] = _Client(
+                spec, tokens_of(spec["prompt"]), answer, itertools.cycle(spec.get("accept") or [0]),
+                itertools.cycle(spec.get("drafts") or [self.drafts]),
+            )  # fmt: skip
+        self.probes = scenario.get("probes", [])
+        self.events = list(scenario.get("events") or [])
+        self.records: list[dict[str, Any]] = []
+        self.scheduled = self.copies = 0
+        self.stalled = False
+
+    def run(self) -> list[dict[str, Any]]:
+        """Run to the end; the records."""
+        self._configuration()
+        step = idle = 0
+        while step < self.limit and (self.model.requests or self._next_arrival() is not None):
+            if not self.model.requests:
+                step = max(step, self._next_arrival() or 0)
+            self._deliver(step)
+            idle = 0 if self._step(step) else idle + 1
+            step += 1
+            if idle == _STALL:
+                self.stalled = True
+                break
+        for probe in self.probes:
+            prompt = tokens_of(probe["prompt"])
+            hit = self.model.probe(prompt, probe.get("cache_salt"))
+            self._write("p", id=probe["id"], n=len(prompt), hit=hit.tokens, junction=_junction(hit))
+        self._totals(step)
+        return self.records
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        self.records.append({"t": kind, **fields})
+
+    def _configuration(self) -> None:
+        geometry = self.rules.geometry
+        self._write(
+            "cfg", scenario=self.name, usable_blocks=self.rules.pool_blocks[0],
+            scheduler_block_size=geometry.schedule_block, hash_block_size=geometry.hash_unit,
+            hit_alignment=geometry.hit_unit, lookahead_tokens=self.rules.slots_ahead,
+            hash_lookahead=self.rules.lookahead, eagle_block_drop=bool(self.rules.longest_lag),
+            group_block_tokens=[group.block for group in geometry.groups],
+        )  # fmt: skip
+
+    def _due(self, client: _Client) -> int | None:
+        """Step at which a request arrives; None while that is not known."""
+        if "after" not in client.spec:
+            return client.spec.get("arrival_step", 0)
+        other, delay = client.spec["after"]
+        ended = self.clients[other].steps[3]
+        return None if ended < 0 else ended + 1 + delay
+
+    def _next_arrival(self) -> int | None:
+        due = [self._due(one) for one in self.clients.values() if one.steps[0] < 0]
+        return min((at for at in due if at is not None), default=None)
+
+    def _deliver(self, step: int) -> None:
+        for event in [event for event in self.events if event["step"] <= step]:
+            self.events.remove(event)
+            self._write("reset", i=step, ok=self.model.reset())
+        for name, client in self.clients.items():
+            due = self._due(client)
+            if client.steps[0] < 0 and due is not None and due <= step:
+                client.steps[0] = step
+                self.model.arrive(
+                    name, client.prompt, answer=len(client.answer), salt=client.spec.get("cache_salt"),
+                    priority=client.spec.get("priority", 0),
+                    read_cache=not client.spec.get("skip_reading_prefix_cache", False),
+                )  # fmt: skip
+            elif name in self.model.requests and client.spec.get("abort_step", self.limit) <= step:
+                client.aborted = True
+                self.model.abort(name)
+                self._ended(name, step)
+
+    def _step(self, number: int) -> bool:
+        """One step; whether anything was scheduled."""
+        plan = self.model.schedule()
+        free = self.model.pools[0].free
+        answers: dict[str, tuple[int, ...]] = {}
+        admitted = self._admissions(plan, number)
+        for row in plan.rows:
+            answers[row.request.name] = self._sample(row, number)
+        ended = [name for name, given in answers.items() if given and self._through(name)]
+        if plan.rows or plan.preempted:
+            self._write(
+                "s", i=number, sched=_rows(plan), **({"adm": admitted} if admitted else {}),
+                **({"pre": plan.preempted} if plan.preempted else {}), **({"cow": plan.copies} if plan.copies else {}),
+                q=[len(self.model.running), len(self.model.waiting)], free=[free, 0],
+                **({"out": out} if (out := {n: len(a) for n, a in answers.items() if len(a) > 1}) else {}),
+                **({"fin": ended} if ended else {}),
+            )  # fmt: skip
+        self.copies += plan.copies
+        for name in plan.preempted:
+            self.clients[name].preempted += 1
+        self.model.commit(plan, answers, ended)
+        if plan.rows or plan.preempted:
+            self.records[-1]["free"][1] = self.model.pools[0].free
+        for name in ended:
+            self._ended(name, number)
+        for name, given in answers.items():
+            if given and name in self.model.requests and self.drafts:
+                self.model.propose(name, min(next(self.clients[name].drafts), self.drafts))
+        return bool(plan.rows)
+
+    def _admissions(self, plan: Step, number: int) -> list[dict[str, Any]]:
+        found = []
+        for name, hit in plan.admitted.items():
+            client = self.clients[name]
+            if client.first is None:
+                client.first, client.steps[1] = hit, number
+            else:
+                client.resumed += hit.tokens
+            tokens = len(self.model.requests[name].tokens)
+            found.append({"id": name, "hit": hit.tokens, "junction": _junction(hit), "tokens": tokens})
+        return found
+
+    def _sample(self, row: Any, number: int) -> tuple[int, ...]:
+        """Tokens the faked model returns for a row: none before the last known token, else one and accepted drafts."""
+        client, request = self.clients[row.request.name], row.request
+        self.scheduled += row.length
+        end = row.start + row.length - row.drafts
+        if request.computed < request.prompt:
+            client.chunks.append(end)
+        if end < len(request.tokens):
+            return ()
+        accepted = min(next(client.accept), row.drafts) if row.drafts else 0
+        given = client.answer[client.given : client.given + accepted + 1]
+        client.given += len(given)
+        if client.steps[2] < 0:
+            client.steps[2] = number
+        return given
+
+    def _through(self, name: str) -> bool:
+        return self.clients[name].given >= len(self.clients[name].answer)
+
+    def _ended(self, name: str, number: int) -> None:
+        client = self.clients[name]
+        client.steps[3] = number
+        hit = client.first or Hit(0, 0)
+        self._write(
+            "r", id=name, prompt=len(client.prompt), out=client.given, hit=hit.tokens, junction=_junction(hit),
+            steps=client.steps, chunks=client.chunks, preempt=client.preempted, aborted=client.aborted,
+        )  # fmt: skip
+
+    def _totals(self, steps: int) -> None:
+        served = [client for client in self.clients.values() if client.first is not None]
+        pool, groups = self.model.pools[0], range(len(self.rules.geometry.groups))
+        self._write(
+            "end", steps=steps, query=sum(len(client.prompt) for client in served),
+            hit=sum(client.first.tokens for client in served if client.first),
+            resume_hit=sum(client.resumed for client in served), preempt=sum(c.preempted for c in served),
+            scheduled=self.scheduled, cow=self.copies, evicted=pool.evicted,
+            keys=[sum(group == name[0] for name in self.model.index.names()) for group in groups], free=pool.free,
+            **({"stall": True} if self.stalled else {}),
+            **({"unfinished": sorted(self.model.requests)} if self.model.requests else {}),
+        )  # fmt: skip
+
+
+def _junction(hit: Hit) -> int:
+    return hit.depth if hit.depth > hit.tokens else 0
+
+
+def _rows(plan: Step) -> dict[str, list[int]]:
+    return {row.request.name: [row.start, row.length, *([row.drafts] if row.drafts else [])] for row in plan.rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run scenario files; one line for each on standard output."""
+    parser = argparse.ArgumentParser(prog="python -m hybrid_kv.simulate.scenarios", description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder for one .jsonl file a scenario")
+    options = parser.parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for path in options.files:
+            try:
+                scenario = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise UserError("scenario", str(path), f"must be a readable JSON file ({error})") from None
+            records = Run(scenario).run()
+            lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+            (options.out / f"{scenario['name']}.jsonl").write_text(lines)
+            end = records[-1]
+            print(f"{scenario['name']:32} {end['steps']:6} steps  hit {end['hit']:8,} of {end['query']:9,} tokens")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The reference model is sound under random traffic, and its checks do notice what would make it unsound."""
+
+import collections
+
+import pytest
+
+from hybrid_kv.cache.reference import Draft, Model, Rules
+from hybrid_kv.cache.reference.pool import Pool
+from hybrid_kv.errors import UserError
+from hybrid_kv.geometry import GroupSpec, resolve
+from hybrid_kv.simulate.soak import workload
+
+
+def test_no_workload_reads_or_files_content_of_another_prefix():
+    outcomes = [workload(seed) for seed in range(100)]
+    assert [(one.seed, one.fault) for one in outcomes if one.fault] == []
+    happened = collections.Counter()
+    for one in outcomes:
+        happened.update(hits=one.hits, copies=one.copies, evicted=one.evicted)
+        happened.update(preempted=one.preempted, aborted=one.aborted, dropping=one.rules.longest_lag)
+        happened.update({group.kind.value: 1 for group in one.rules.geometry.groups})
+    assert min(happened.values()) >= 5, happened
+
+
+def _keep_names(monkeypatch):
+    def take(self):
+        block = self.nameless.pop() if self.nameless else self.named.popitem(last=False)[0]
+        block.holders = 1
+        return block
+
+    monkeypatch.setattr(Pool, "take", take)
+
+
+def _file_too_much(monkeypatch):
+    real = Model._nameable
+    monkeypatch.setattr(
+        Model,
+        "_nameable",
+        lambda self, request, group, computed: real(self, request, group, computed + self.rules.unit),
+    )
+
+
+def _trust_other_successors(monkeypatch):
+    monkeypatch.setattr(Rules, "lag", lambda self, group: 0)
+
+
+def _share_what_is_not_computed(monkeypatch):
+    monkeypatch.setattr(Model, "_hit", lambda self, request: _greedy_hit(self, request))
+
+
+def _greedy_hit(model, request):
+    from hybrid_kv.cache.reference.lookup import lookup
+
+    def find(name):
+        return model.index.find(name) or model._pending.get(name)
+
+    return lookup(model.rules, request.chain, len(request.tokens), find), find
+
+
+def _hold_twice(monkeypatch):
+    real = Pool.hold
+
+    def hold(self, block):
+        real(self, block)
+        block.holders += 1
+
+    monkeypatch.setattr(Pool, "hold", hold)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [_keep_names, _file_too_much, _trust_other_successors, _share_what_is_not_computed, _hold_twice],
+    ids=lambda fault: fault.__name__.strip("_"),
+)
+def test_a_broken_rule_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+
+    def fails(seed):
+        try:
+            return bool(workload(seed).fault)
+        except (AssertionError, KeyError, IndexError):
+            return True
+
+    assert any(fails(seed) for seed in range(40))
+
+
+def _model(**options) -> Model:
+    geometry = resolve([GroupSpec("mla", "mla", 4), GroupSpec("kda", "recurrent", 4)], dcp=1, hash_unit=4)
+    return Model(Rules(geometry, (20, 20), (0, 1), **options))
+
+
+def _serve(model: Model, name: str, prompt, answer=1) -> int:
+    """Runs one request alone; its hit."""
+    model.arrive(name, prompt, answer=answer)
+    hit = None
+    while name in model.requests:
+        step = model.schedule()
+        hit = step.admitted[name].tokens if name in step.admitted else hit
+        row = step.rows[0]
+        done = row.start + row.length == len(row.request.tokens)
+        given = len(row.request.tokens) - len(prompt) + 1
+        model.commit(step, {name: [9]} if done else {}, [name] if done and given == answer else [])
+    return hit
+
+
+def test_a_prompt_sent_again_is_served_up_to_its_last_unit():
+    model = _model()
+    assert _serve(model, "a", range(15)) == 0
+    assert _serve(model, "b", range(15)) == 12
+    assert _serve(model, "c", [*range(15), 9, 1, 2]) == 12
+    assert model.probe(range(13)).tokens == 12
+
+
+def test_the_next_turn_resumes_behind_the_answer():
+    model = _model()
+    _serve(model, "a", range(15), answer=12)
+    assert model.probe([*range(15), *[9] * 11, 3, 3]).tokens == 24
+
+
+def test_a_probe_changes_nothing():
+    model = _model()
+    _serve(model, "a", range(15))
+    before = [(list(pool.named), list(pool.nameless)) for pool in model.pools]
+    assert model.probe([*range(8), 5, 5, 5, 5, 5]) == model.probe([*range(8), 5, 5, 5, 5, 5])
+    assert not model.prefixes.forks(model.prefixes.known(range(8), 4)[-1])
+    assert [(list(pool.named), list(pool.nameless)) for pool in model.pools] == before
+
+
+def test_what_can_never_run_is_refused_and_nothing_changes():
+    model = _model()
+    with pytest.raises(UserError, match="alone needs"):
+        model.arrive("a", range(90))
+    with pytest.raises(UserError, match="prompt"):
+        model.arrive("a", [])
+    assert not model.requests and not model.waiting
+    with pytest.raises(UserError, match="retention"):
+        _model(retention=3)
+    with pytest.raises(UserError, match="lookahead"):
+        _model(draft=Draft.LOOKAHEAD)
+
+
+def test_a_draft_layer_never_gets_a_row_that_saw_another_next_token():
+    geometry = resolve([GroupSpec("mla", "mla", 4, draft=True)], dcp=1, hash_unit=4)
+    model = Model(Rules(geometry, (20,), (0,), draft=Draft.DROP))
+    _serve(model, "a", [*range(8), 1, 1, 1, 1, 1])
+    # The rows of the first two units are known to continue with a's third unit only.
+    assert model.probe([*range(8), 2, 2, 2, 2, 2]).tokens == 4
+    assert model.probe([*range(8), 1, 1, 1, 1, 2]).tokens == 8

@@ -1,0 +1,70 @@
+"""Every scenario hits at least as much as the reference system, in no more steps, and gives every block back."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_kv.errors import UserError
+from hybrid_kv.simulate.scenarios import Run, main, stream, tokens_of
+
+FILE = Path(__file__).parents[1] / "data" / "scenarios" / "scenarios.jsonl.gz"
+
+
+def scenarios() -> dict[str, dict]:
+    with gzip.open(FILE, "rt") as lines:
+        return {scenario["name"]: scenario for scenario in map(json.loads, lines)}
+
+
+SCENARIOS = scenarios()
+
+
+@pytest.mark.parametrize("family", ["A", "B", "C", "E", "F", "G", "J"])
+def test_hits_steps_and_pool_of_a_family(family):
+    chosen = [scenario for name, scenario in SCENARIOS.items() if name.startswith(family)]
+    assert chosen
+    for scenario in chosen:
+        want = scenario["reference"]
+        records = Run(scenario).run()
+        end = records[-1]
+        assert "stall" not in end and "unfinished" not in end
+        assert end["free"] == want["end"]["free"], scenario["name"]
+        assert end["steps"] <= want["end"]["steps"], scenario["name"]
+        for kind in ("r", "p"):
+            got = {record["id"]: record["hit"] for record in records if record["t"] == kind}
+            assert got.keys() == want[kind].keys()
+            if not want["end"]["evicted"]:
+                less = {name: (got[name], hit) for name, hit in want[kind].items() if got[name] < hit}
+                assert not less, scenario["name"]
+        if want["end"]["evicted"]:
+            floor = want["end"]["hit"] + want["end"]["resume_hit"]
+            assert end["hit"] + end["resume_hit"] >= 0.98 * floor, scenario["name"]
+
+
+def test_token_streams_are_the_published_ones():
+    assert stream(101, 3) == stream(101, 5)[:3]
+    assert tokens_of([[101, 2, 3], [7, 1]]) == [*stream(101, 5)[3:], stream(7, 1)[0]]
+    assert tokens_of({"ids": [4, 5]}) == [4, 5]
+    # By the formula, in arbitrary precision.
+    z = (101 * 0x9E3779B97F4A7C15 + 0xBF58476D1CE4E5B9) % 2**64
+    z ^= z >> 30
+    z = z * 0xBF58476D1CE4E5B9 % 2**64
+    z ^= z >> 27
+    z = z * 0x94D049BB133111EB % 2**64
+    z ^= z >> 31
+    assert stream(101, 1) == (z % 163840,)
+
+
+def test_the_command_writes_a_trace_and_refuses_what_it_cannot_do(tmp_path, capsys):
+    scenario = SCENARIOS["F_mla64"]
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(scenario))
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "out" / "F_mla64.jsonl").read_text().splitlines()
+    assert [json.loads(line)["t"] for line in (lines[0], lines[-1])] == ["cfg", "end"]
+    with pytest.raises(UserError, match="async_scheduling"):
+        Run({**scenario, "config": {**scenario["config"], "async_scheduling": True}})
+    path.write_text("{")
+    assert main([str(path), "--out", str(tmp_path)]) == 2
+    assert "readable JSON" in capsys.readouterr().err
