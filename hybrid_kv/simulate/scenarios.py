@@ -130,6 +130,8 @@ class Run:
     def __init__(self, scenario: dict[str, Any]) -> None:
         config = scenario["config"]
         self.name = scenario["name"]
+        if Path(self.name).name != self.name:
+            raise UserError("scenario name", self.name, "it names the trace file: use no folders")
         self.rules = rules_of(config)
         self.model = Model(self.rules)
         self.drafts = config.get("num_speculative_tokens", 0)
@@ -313,9 +315,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in options.files:
             try:
                 scenario = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise UserError("scenario", str(path), f"must be a readable JSON file ({error})") from None
-            records = Run(scenario).run()
+            try:
+                run = Run(scenario)
+            except UserError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise UserError("scenario", str(path), f"a field is missing or of another form ({error!r})") from None
+            records = run.run()
             lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
             (options.out / f"{scenario['name']}.jsonl").write_text(lines)
             end = records[-1]

@@ -65,6 +65,12 @@ def test_the_command_writes_a_trace_and_refuses_what_it_cannot_do(tmp_path, caps
     assert [json.loads(line)["t"] for line in (lines[0], lines[-1])] == ["cfg", "end"]
     with pytest.raises(UserError, match="async_scheduling"):
         Run({**scenario, "config": {**scenario["config"], "async_scheduling": True}})
-    path.write_text("{")
-    assert main([str(path), "--out", str(tmp_path)]) == 2
-    assert "readable JSON" in capsys.readouterr().err
+    for text, said in (
+        ("{", "readable JSON"),
+        ('{"name": "x"}', "field"),
+        ("[]", "field"),
+        ('{"config": {}}', "field"),
+    ):
+        path.write_text(text)
+        assert main([str(path), "--out", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err

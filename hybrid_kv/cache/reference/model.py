@@ -16,7 +16,7 @@ from hybrid_kv.cache.reference.prefixes import Prefixes
 from hybrid_kv.cache.reference.request import Request
 from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.errors import UserError
-from hybrid_kv.geometry import GroupKind
+from hybrid_kv.geometry import GroupGeometry, GroupKind
 
 _JUNCTIONS = 4
 
@@ -270,8 +270,14 @@ class Model:
             held = set(table) | (set() if adopted else {pair[1] for pair in [request.copy[group]] if pair})
             if adopted and hit % geometry.block:
                 held.discard(hit // geometry.block)  # shared, so it is copied
-            need[pool] += sum(column not in held for column in range(start // geometry.block, geometry.columns(end)))
+            fresh = sum(column not in held for column in range(start // geometry.block, geometry.columns(end)))
+            need[pool] += fresh if geometry.kind.append_only else min(fresh, self._most_at_once(geometry))
         return need
+
+    def _most_at_once(self, geometry: GroupGeometry) -> int:
+        """Blocks a windowed group holds at most: a prompt longer than its window gives them back as it goes."""
+        chunk = min(self.rules.token_budget, self.rules.chunk_limit) + self.rules.slots_ahead
+        return geometry.columns(geometry.spec.window - 1 + chunk) + 1
 
     def _fits(self, need: Sequence[int]) -> bool:
         return all(blocks <= pool.free for blocks, pool in zip(need, self.pools, strict=True))

@@ -57,6 +57,11 @@ class Rules:
             raise UserError(
                 "group_pool", self.group_pool, f"name one pool for each of {len(self.geometry.groups)} groups"
             )
+        if not set(self.group_pool) <= set(range(len(self.pool_blocks))):
+            raise UserError("group_pool", self.group_pool, f"use pools 0 to {len(self.pool_blocks) - 1}")
+        for field in ("max_requests", "max_context", "token_budget", "chunk_limit"):
+            if getattr(self, field) < 1:
+                raise UserError(field, getattr(self, field), "use at least 1")
         if self.retention is not None and (self.retention < 0 or self.retention % self.unit):
             raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.unit} tokens")
         if (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):

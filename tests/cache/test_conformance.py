@@ -1,0 +1,186 @@
+"""Decisive cases with numbers, on the reference model, every block's content checked along the way.
+
+The comment behind each names the case. Where this core serves more than the reference system did, the test says so.
+"""
+
+import numpy as np
+import pytest
+
+from hybrid_kv.cache.reference import Draft, Model, Rules
+from hybrid_kv.cache.reference.content import Device, broken
+from hybrid_kv.geometry import GroupSpec, resolve
+
+
+def full(block, **options) -> GroupSpec:
+    return GroupSpec(options.pop("name", "full"), "full", block, **options)
+
+
+def state(block, name="kda") -> GroupSpec:
+    return GroupSpec(name, "recurrent", block)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1 << 30, count).tolist()
+
+
+class Bench:
+    """A model, and a device that objects to every wrong read; each request answers with one token."""
+
+    def __init__(self, specs, unit, dcp=1, blocks=4000, **options) -> None:
+        geometry = resolve(specs, dcp=dcp, hash_unit=unit)
+        self.model = Model(Rules(geometry, (blocks,), (0,) * len(specs), **options))
+        self.device = Device(self.model)
+        self.hits: dict[str, int] = {}
+        self.ends: dict[str, list[int]] = {}
+
+    def step(self):
+        step = self.model.schedule()
+        self.device.plan(step)
+        for name, hit in step.admitted.items():
+            self.hits[name] = hit.tokens
+        through = []
+        for row in step.rows:
+            self.ends.setdefault(row.request.name, []).append(row.start + row.length)
+            if row.start + row.length == len(row.request.tokens):
+                through.append(row.request.name)
+        self.device.run(self.model.commit(step, {name: [1] for name in through}, through))
+        assert broken(self.model) == []
+        return step
+
+    def serve(self, **prompts) -> list[int]:
+        """Requests that arrive together, run to the end; their hits."""
+        for name, prompt in prompts.items():
+            self.model.arrive(name, prompt)
+        for _ in range(200):
+            if not self.model.requests:
+                return [self.hits[name] for name in prompts]
+            self.step()
+        raise AssertionError("no end in sight")
+
+
+def test_eviction_takes_nameless_blocks_first_and_a_tail_before_its_head():  # A1, A2
+    bench = Bench([full(16)], 16, blocks=10)
+    bench.serve(a=tokens(0, 55))
+    pool = bench.model.pools[0]
+    order = [block.number for block in pool.next(10)]
+    assert order[0] == 4 and order[-3:] == [3, 2, 1]
+    assert bench.serve(b=[*tokens(0, 48), 7]) == [48]
+
+
+def test_a_prefix_that_others_share_gets_a_state_while_one_prefills():  # E11, E12
+    bench = Bench([full(16), state(16)], 16)
+    shared = tokens(0, 32)
+    assert bench.serve(a=shared + tokens(1, 25)) == [0]
+    assert bench.serve(b=shared + tokens(2, 25)) == [0]
+    assert bench.serve(c=shared + tokens(3, 25)) == [32]
+    # The reference system hits 0 here: the state one token before the end of a prompt is kept as well.
+    bench = Bench([full(16), state(16)], 16)
+    bench.serve(a=tokens(0, 48))
+    assert bench.serve(b=tokens(0, 48) + tokens(1, 7)) == [48]
+    assert bench.serve(c=tokens(0, 47) + tokens(2, 7)) == [32]
+
+
+@pytest.mark.parametrize(("replicated", "columns"), [(False, [2, 2, 16]), (True, [2, 16, 16])])
+def test_each_group_serves_a_hit_in_blocks_of_its_own_geometry(replicated, columns):  # F1
+    specs = [full(16), full(16, name="draft", draft=True, replicated=replicated), state(16)]
+    bench = Bench(specs, 16, dcp=8)
+    shared = tokens(0, 256)
+    bench.serve(a=shared + tokens(1, 10))
+    assert bench.serve(b=shared + tokens(2, 10)) == [256]
+    assert [group.columns(256) for group in bench.model.rules.geometry.groups] == columns
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(
+    ("dcp", "unit", "block", "prompt"),
+    [(4, 2, 2, 7), (8, 16, 16, 512), (8, 16, 16, 513)]
+    + [(8, 128, 896, p) for p in (127, 128, 129, 7040, 7168, 7296, 7449)],
+)
+def test_a_resent_prompt_hits_its_last_unit_under_dcp(dcp, unit, block, prompt, drop):  # F7
+    rules = {"draft": Draft.DROP} if drop else {}
+    bench = Bench([full(block, draft=drop), state(block)], unit, dcp=dcp, **rules)
+    bench.serve(a=tokens(0, prompt))
+    want = max((prompt // unit - 1) * unit, 0) if drop else (prompt - 1) // unit * unit
+    assert bench.serve(b=tokens(0, prompt)) == [want]
+    # A longer one: a prompt of whole units is served to its end, where nothing is dropped.
+    longer = want if drop else prompt // unit * unit
+    assert bench.serve(c=tokens(0, prompt) + tokens(1, 32)) == [longer]
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_state_needs_the_tokens_its_name_covers(lookahead):  # B15
+    prompt = 1249
+    boundary = (prompt - lookahead) // 16 * 16
+    for beyond in range(lookahead + 2):
+        bench = Bench([full(544, draft=True), state(544)], 16, draft=Draft.LOOKAHEAD, lookahead=lookahead)
+        bench.serve(a=tokens(0, prompt))
+        assert bench.serve(b=tokens(0, boundary + beyond) + tokens(1, 40)) == [boundary if beyond >= lookahead else 0]
+
+
+def test_the_drop_gives_up_one_unit_inside_a_block():  # G10
+    for prompt, hit in ((8, 6), (6, 4)):
+        bench = Bench([full(4, draft=True)], 2, draft=Draft.DROP)
+        bench.serve(a=tokens(0, prompt))
+        assert bench.serve(b=tokens(0, prompt) + tokens(1, 4)) == [hit]
+
+
+def test_a_prompt_is_never_split_for_a_block_wider_than_the_budget():  # H2
+    bench = Bench([full(11392), state(11392)], 11392, token_budget=8192)
+    bench.serve(a=tokens(0, 30000))
+    assert bench.ends["a"] == [8192, 16384, 24576, 30000]
+
+
+@pytest.mark.parametrize("prompt", [1601, 1602, 3202])
+def test_a_prompt_just_over_a_block_finishes(prompt):  # Z8
+    bench = Bench([full(1600, draft=True), state(1600)], 16, draft=Draft.LOOKAHEAD, lookahead=3, token_budget=1600)
+    bench.serve(a=tokens(0, prompt))
+    assert bench.ends["a"][-1] == prompt
+
+
+def test_siblings_of_an_older_state_start_in_one_step():  # J6
+    bench = Bench([full(16), state(16)], 16)
+    bench.serve(a=tokens(0, 40))
+    for name in "bcd":
+        bench.model.arrive(name, tokens(0, 32) + tokens(ord(name), 9))
+    assert {name: hit.tokens for name, hit in bench.step().admitted.items()} == {"b": 32, "c": 32, "d": 32}
+
+
+def test_no_copy_has_an_unfinished_source():  # Z1
+    bench = Bench([full(32), state(32)], 16)
+    bench.serve(a=tokens(0, 17))
+    twin = tokens(0, 16) + tokens(1, 50)
+    # The second waits for the first's state instead of copying from a block in the making.
+    assert bench.serve(x=twin, y=twin) == [16, 64]
+
+
+def test_a_block_written_in_this_step_is_not_copied_from():  # Z2
+    bench = Bench([full(64), state(64)], 32, dcp=4)
+    bench.serve(a=tokens(0, 65))
+    sibling = tokens(0, 65) + tokens(1, 255)
+    hits = bench.serve(x=sibling, y=sibling)
+    assert hits[0] == 64 and hits[1] >= 64
+
+
+@pytest.mark.parametrize("at", [336, 352, 1584])
+def test_a_prefill_that_starts_inside_a_block_leaves_only_true_states(at):  # Z3
+    bench = Bench([full(1600), state(1600)], 16, retention=None)
+    bench.serve(a=tokens(0, at + 1))
+    assert bench.serve(b=tokens(0, 3602)) == [at]
+    assert bench.serve(c=[*tokens(0, 3300), 5]) == [3200]
+
+
+def test_junctions_behind_a_start_inside_a_block():  # Z5
+    bench = Bench([full(1600), state(1600)], 16)
+    base, shared = tokens(0, 2000), tokens(1, 3000)
+    bench.serve(a=base)
+    bench.serve(b=base + shared + tokens(2, 4000))
+    # The reference system files a state at 4800 that is another one; here the state is where the prefixes part.
+    assert bench.serve(c=base + shared + tokens(3, 3000)) == [2000]
+    assert bench.serve(d=base + shared + tokens(4, 3000)) == [4992]
+
+
+def test_admission_counts_what_a_window_holds_at_once():  # A21
+    window = GroupSpec("window", "sliding_window", 16, window=64)
+    bench = Bench([full(16), window], 16, blocks=32 + 13, token_budget=128, max_context=1024)
+    assert bench.serve(a=tokens(0, 511)) == [0]
+    assert bench.serve(b=tokens(0, 511)) == [496]
