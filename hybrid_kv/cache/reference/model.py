@@ -18,8 +18,6 @@ from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupGeometry, GroupKind
 
-_JUNCTIONS = 4
-
 
 @dataclasses.dataclass
 class Row:
@@ -407,13 +405,13 @@ class Model:
         known = len(request.tokens)
         points = rules.resume_points(request.prompt, known) if rules.tail else set()
         request.shared = set()
-        if rules.junction and hit.depth > hit.tokens:
+        if rules.junctions and hit.depth > hit.tokens:
             step = rules.geometry.hit_unit
             forks = [i * unit for i in range(hit.tokens // unit + 1, hit.depth // unit)
                      if i * unit % step == 0 and self.prefixes.forks(request.chain[i - 1])]  # fmt: skip
-            request.shared = {hit.depth // step * step, *forks[-_JUNCTIONS:]}
+            request.shared = {hit.depth // step * step, *forks[len(forks) - min(rules.junctions - 1, len(forks)) :]}
             points |= request.shared
-        request.rungs = {request.prompt // grid * grid for grid in rules.ladder} - points
+        request.rungs = {(request.prompt - 1) // grid * grid for grid in rules.ladder} - points
         return {point for point in points | request.rungs if point > hit.tokens}
 
     # Settling

@@ -29,8 +29,9 @@ class Rules:
 
     max_requests: requests running at once. token_budget: tokens of a step. chunk_limit: tokens of one prefill chunk.
     retention: None keeps a state at every block boundary, n > 0 at every n tokens, 0 at semantic points only;
-    windowed groups keep the rows that a request resuming there needs. tail, turn_end, junction, ladder: semantic
-    points, see `cache.config.Placement`. lookahead: tokens beyond a unit that its key covers (Draft.LOOKAHEAD).
+    windowed groups keep the rows that a request resuming there needs. tail, turn_end, ladder: semantic points, see
+    `cache.config.Placement`; junctions: most of a request, the deepest and the last forks before it. lookahead: tokens
+    beyond a unit that its key covers (Draft.LOOKAHEAD).
     slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes.
     """
 
@@ -45,7 +46,7 @@ class Rules:
     retention: int | None = 0
     tail: bool = True
     turn_end: bool = True
-    junction: bool = True
+    junctions: int = 5
     ladder: tuple[int, ...] = ()
     draft: Draft = Draft.NONE
     lookahead: int = 0
