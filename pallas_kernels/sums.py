@@ -11,7 +11,7 @@ def steady_sum(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
     XLA's CPU back end orders a reduction by the shape of the whole array, so a token's norm would depend on
     how many tokens share the step. Halving fixes the order; other platforms reduce each row alone anyway.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not x.shape[axis]:
         return jnp.sum(x, axis=axis, keepdims=True)
     while (size := x.shape[axis]) > 1:
         half, odd = size // 2, size % 2

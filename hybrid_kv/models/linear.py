@@ -1,7 +1,7 @@
 """Products of tokens and weights whose bits do not depend on how many tokens share the step.
 
-XLA's CPU back end takes other code paths, with sums in another order, for a product of few rows, for the rows
-beyond a multiple of 16, and for a single column. There such a product is padded, so that a token decoded alone
+XLA's CPU back end takes other code paths, with sums in another order, for a product of few rows, and for rows
+and columns beyond a multiple of 16. There such a product is padded, so that a token decoded alone
 and the same token in a prefill of a thousand get the same numbers.
 """
 
@@ -10,13 +10,12 @@ import jax.numpy as jnp
 
 from hybrid_kv.typing import Array, Float
 
-# Rows come in multiples of the first, columns are at least the second.
-_ROWS = 16
-_COLUMNS = 2
+_MULTIPLE = 16
 
 
-def _padded(x: Array, axis: int, missing: int) -> Array:
-    if jax.default_backend() != "cpu" or missing <= 0:
+def _padded(x: Array, axis: int) -> Array:
+    missing = -x.shape[axis] % _MULTIPLE
+    if jax.default_backend() != "cpu" or not missing:
         return x
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
@@ -25,13 +24,11 @@ def project(
     x: Float[Array, "T D"], weight: Float[Array, "F D"], precision: jax.lax.Precision | None = None
 ) -> Float[Array, "T F"]:
     """weight x of every token."""
-    out = jnp.matmul(
-        _padded(x, 0, -x.shape[0] % _ROWS), _padded(weight, 0, _COLUMNS - weight.shape[0]).T, precision=precision
-    )
+    out = jnp.matmul(_padded(x, 0), _padded(weight, 0).T, precision=precision)
     return out[: x.shape[0], : weight.shape[0]]
 
 
 def project_heads(x: Float[Array, "T N D"], weight: Float[Array, "N D L"]) -> Float[Array, "T N L"]:
     """x weight of every token and head, each head with its own weight."""
-    out = jnp.einsum("tnd,ndl->tnl", _padded(x, 0, -x.shape[0] % _ROWS), _padded(weight, 2, _COLUMNS - weight.shape[2]))
+    out = jnp.einsum("tnd,ndl->tnl", _padded(x, 0), _padded(weight, 2))
     return out[: x.shape[0], :, : weight.shape[2]]

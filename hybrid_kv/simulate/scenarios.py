@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ def rules_of(config: dict[str, Any]) -> Rules:
     unit = config.get("prefix_match_unit") or config.get("hash_block_size")
     geometry = resolve(specs, dcp=config.get("dcp_world_size", 1), hash_unit=unit)
     threshold = config.get("long_prefill_token_threshold", 0)
+    blocks = {geometry.groups[group].block for group in geometry.recurrent}
     return Rules(
         geometry=geometry,
         pool_blocks=(config["num_blocks"] - 1,),
@@ -96,13 +98,65 @@ def rules_of(config: dict[str, Any]) -> Rules:
         chunk_limit=threshold or 1 << 30,
         caching=caching,
         # The reference system keeps the last whole block of a prompt as well as its last hash boundary.
-        ladder=tuple(sorted({geometry.groups[g].block for g in geometry.recurrent} - {geometry.hash_unit})),
+        ladder=tuple(
+            sorted(block for block in blocks if block > geometry.hash_unit and block % geometry.hash_unit == 0)
+        ),
         retention=config.get("retention_interval", 0),
         draft=draft,
         lookahead=(drafts if config.get("multi_module_mtp") else 1) if draft is Draft.LOOKAHEAD else 0,
         slots_ahead=drafts if eagle else 0,
         priority=config.get("policy", "fcfs") == "priority",
     )
+
+
+def check(scenario: dict[str, Any]) -> None:
+    """Raises UserError for numbers out of range, names used twice or not at all, and floats where counts belong."""
+    name = scenario["name"]
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]{1,100}", name):
+        raise UserError("name", name, "it names the trace file: use up to 100 letters, digits, and . + - _")
+    config = scenario["config"]
+    for field, value in config.items():
+        if isinstance(value, float) and field != "watermark":
+            raise UserError(f"config.{field}", value, "use an integer")
+    _count("config.num_blocks", config["num_blocks"], 2, 10**7)
+    for group in config["groups"]:
+        for field in ("block_size", "window", "chunk"):
+            if field in group:
+                _count(f"group.{field}", group[field], 1, 1 << 31)
+    for field in ("num_speculative_tokens", "long_prefill_token_threshold"):
+        _count(f"config.{field}", config.get(field, 0), 0, 1 << 20)
+    _count("config.max_steps", config.get("max_steps", 1), 1, 10**9)
+    names = [request["id"] for request in scenario["requests"]]
+    for request in scenario["requests"]:
+        where = f"request {request['id']}"
+        if names.count(request["id"]) > 1:
+            raise UserError(where, request["id"], "an id names one request")
+        _count(f"{where} output_len", request["output_len"], 1, 1 << 24)
+        _count(f"{where} output_seed", request.get("output_seed", 0), 0, (1 << 64) - 1)
+        for field in ("arrival_step", "abort_step"):
+            _count(f"{where} {field}", request.get(field, 0), 0, 10**9)
+        for value in [*(request.get("accept") or []), *(request.get("drafts") or [])]:
+            _count(f"{where} accept, drafts", value, 0, 1 << 20)
+        if not isinstance(request.get("priority", 0), int):
+            raise UserError(f"{where} priority", request["priority"], "use an integer")
+        if "after" in request:
+            other, delay = request["after"]
+            _count(f"{where} after", delay, 0, 10**9)
+            if other not in names[: names.index(request["id"])]:
+                raise UserError(f"{where} after", other, "name a request that stands before it")
+    for prompt in [one["prompt"] for one in [*scenario["requests"], *(scenario.get("probes") or [])]]:
+        for segment in [prompt["ids"]] if isinstance(prompt, dict) else prompt:
+            for number in segment:
+                _count("prompt", number, 0, (1 << 64) - 1)
+        if not isinstance(prompt, dict):
+            _count("prompt tokens", sum(sum(segment[1:]) for segment in prompt), 1, 1 << 24)
+    for event in scenario.get("events") or []:
+        _count("event step", event["step"], 0, 10**9)
+
+
+def _count(field: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise UserError(field, value, f"use an integer from {low} to {high}")
 
 
 @dataclasses.dataclass
@@ -128,10 +182,9 @@ class Run:
     """One scenario through the model; `records` is the trace."""
 
     def __init__(self, scenario: dict[str, Any]) -> None:
+        check(scenario)
         config = scenario["config"]
         self.name = scenario["name"]
-        if Path(self.name).name != self.name:
-            raise UserError("scenario name", self.name, "it names the trace file: use no folders")
         self.rules = rules_of(config)
         self.model = Model(self.rules)
         self.drafts = config.get("num_speculative_tokens", 0)
@@ -304,6 +357,24 @@ def _rows(plan: Step) -> dict[str, list[int]]:
     return {row.request.name: [row.start, row.length, *([row.drafts] if row.drafts else [])] for row in plan.rows}
 
 
+def _run_file(path: Path, out: Path) -> str:
+    """Run one scenario file and write its trace; a line that sums it up."""
+    try:
+        scenario = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError("scenario", str(path), f"must be a readable JSON file ({error})") from None
+    try:
+        records = Run(scenario).run()
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
+        raise UserError("scenario", str(path), f"a field is missing or of another form ({error!r})") from None
+    lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    (out / f"{scenario['name']}.jsonl").write_text(lines)
+    end = records[-1]
+    return f"{scenario['name']:32} {end['steps']:6} steps  hit {end['hit']:8,} of {end['query']:9,} tokens"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run scenario files; one line for each on standard output."""
     parser = argparse.ArgumentParser(prog="python -m hybrid_kv.simulate.scenarios", description=__doc__.split("\n")[0])
@@ -313,23 +384,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         for path in options.files:
-            try:
-                scenario = json.loads(path.read_text())
-            except (OSError, ValueError, RecursionError) as error:
-                raise UserError("scenario", str(path), f"must be a readable JSON file ({error})") from None
-            try:
-                run = Run(scenario)
-            except UserError:
-                raise
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise UserError("scenario", str(path), f"a field is missing or of another form ({error!r})") from None
-            records = run.run()
-            lines = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-            (options.out / f"{scenario['name']}.jsonl").write_text(lines)
-            end = records[-1]
-            print(f"{scenario['name']:32} {end['steps']:6} steps  hit {end['hit']:8,} of {end['query']:9,} tokens")
+            print(_run_file(path, options.out))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
 

@@ -11,6 +11,7 @@ import random
 
 from hybrid_kv.cache.reference import Draft, Model, Rules
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
+from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
 
 # Steps without a row, and steps in all, after which a workload counts as stalled.
@@ -59,7 +60,7 @@ def draw_rules(rng: random.Random) -> Rules:
     longest = 60 + 12
     one_pool = rng.random() < 0.5
     need = [g.columns(longest + 8) + 2 if g.kind.value != "recurrent" else 4 for g in geometry.groups]
-    spare = rng.choice([1.2, 2.0, 5.0])
+    spare = rng.choice([0.8, 1.0, 1.2, 2.0, 5.0])
     pools = (int(sum(need) * spare),) if one_pool else tuple(int(blocks * spare) for blocks in need)
     return Rules(
         geometry=geometry, pool_blocks=pools, group_pool=(0,) * len(specs) if one_pool else tuple(range(len(specs))),
@@ -90,15 +91,12 @@ def workload(seed: int, requests: int = 25) -> Outcome:
             name = f"r{number}"
             number += 1
             lengths[name] = rng.randrange(1, 12)
-            salt = rng.choice([None] * 8 + ["a"])
-            model.arrive(
-                name,
-                queue.pop(),
-                answer=lengths[name],
-                salt=salt,
-                priority=rng.randrange(3),
-                read_cache=rng.random() < 0.95,
-            )
+            prompt, salt, priority = queue.pop(), rng.choice([None] * 8 + ["a"]), rng.randrange(3)
+            reads = rng.random() < 0.95
+            try:
+                model.arrive(name, prompt, answer=lengths[name], salt=salt, priority=priority, read_cache=reads)
+            except UserError:
+                counts["refused"] += 1  # it needs more blocks than there are
         try:
             idle = 0 if _one_step(rng, model, device, lengths, counts) or not model.requests else idle + 1
         except Unsound as error:
@@ -137,6 +135,9 @@ def _one_step(
         answers[request.name] = [rng.randrange(3) for _ in range(min(accepted + 1, left))]
         if len(answers[request.name]) == left:
             ended.append(request.name)
+    if model.requests and rng.random() < 0.02:
+        model.abort(rng.choice(sorted(model.requests)))  # while the step runs
+        counts["aborted"] += 1
     turns = model.commit(step, answers, ended)
     device.run(turns)
     for name in answers:

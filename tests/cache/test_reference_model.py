@@ -146,3 +146,68 @@ def test_a_draft_layer_never_gets_a_row_that_saw_another_next_token():
     # The rows of the first two units are known to continue with a's third unit only.
     assert model.probe([*range(8), 2, 2, 2, 2, 2]).tokens == 4
     assert model.probe([*range(8), 1, 1, 1, 1, 2]).tokens == 8
+
+
+def _drive(model: Model, steps: int = 60) -> bool:
+    """Runs until nothing is live; whether that came about."""
+    for _ in range(steps):
+        step = model.schedule()
+        through = [row.request.name for row in step.rows if row.start + row.length == len(row.request.tokens)]
+        model.commit(step, {name: [9] for name in through}, through)
+        if not model.requests:
+            return True
+    return False
+
+
+def test_a_hit_that_needs_more_blocks_than_there_are_is_given_up():
+    model = Model(Rules(resolve([GroupSpec("full", "full", 4)], dcp=1, hash_unit=2), (2,), (0,)))
+    for name in "abc":
+        model.arrive(name, [1, 2, 3, 4, 5, 6, 8])
+        assert _drive(model)
+
+
+def test_who_left_before_the_commit_counts_for_nothing():
+    model = _model()
+    model.arrive("a", range(15))
+    step = model.schedule()
+    model.abort("a")
+    model.arrive("a", [7, 7])
+    model.commit(step, {"a": [1]}, ["a"])
+    assert model.waiting == ["a"]
+    step = model.schedule()
+    model.abort("a")
+    assert model.reset()
+    model.arrive("b", range(15))
+    assert _drive(model)
+
+
+def test_a_windowed_draft_group_shares_inside_a_step():
+    local = GroupSpec("local", "chunked_local", 4, draft=True, window=4)
+    geometry = resolve([local, GroupSpec("mla", "mla", 4)], dcp=1, hash_unit=4)
+    model = Model(Rules(geometry, (50,), (0, 0), draft=Draft.DROP))
+    for name in "ab":
+        model.arrive(name, [1, 2, 3, 4, 5, 6])
+    assert _drive(model)
+
+
+def test_drafts_are_for_one_row():
+    model = Model(Rules(resolve([GroupSpec("mla", "mla", 4)], dcp=1, hash_unit=4), (20,), (0,), slots_ahead=3))
+    model.arrive("a", range(6), answer=10)
+    model.commit(model.schedule(), {"a": [1]})
+    model.propose("a", 3)
+    lengths = []
+    for _ in range(2):
+        step = model.schedule()
+        lengths.append(step.rows[0].length)
+        model.commit(step, {"a": [1]})
+    assert lengths == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"ladder": (6,)}, "ladder"), ({"ladder": (0,)}, "ladder"), ({"slots_ahead": -1}, "slots_ahead"),
+     ({"token_budget": 0}, "token_budget")],
+)  # fmt: skip
+def test_rules_that_cannot_work_are_refused(options, named):
+    with pytest.raises(UserError, match=named):
+        _model(**options)

@@ -74,3 +74,27 @@ def test_the_command_writes_a_trace_and_refuses_what_it_cannot_do(tmp_path, caps
         path.write_text(text)
         assert main([str(path), "--out", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"name": "a/b"}, "name"), ({"name": "a\nb"}, "name"), ({"config": {"num_blocks": 10**12}}, "num_blocks"),
+        ({"config": {"max_num_batched_tokens": 2.5}}, "max_num_batched_tokens"),
+        ({"request": {"output_len": 0}}, "output_len"),
+        ({"request": {"after": ["zz", 0]}}, "after"), ({"request": {"arrival_step": 1.5}}, "arrival_step"),
+        ({"request": {"prompt": [[-1, 5]]}}, "prompt"), ({"request": {"prompt": [[1, 10**13]]}}, "prompt"),
+        ({"request": {"accept": ["q"]}}, "accept"), ({"probes": [{"id": "p"}]}, "field"),
+        ({"events": [{"step": "x", "op": "reset_prefix_cache"}]}, "step"), ({"request": {"id": "r1"}}, "id"),
+    ],
+)  # fmt: skip
+def test_a_bad_scenario_is_one_line_and_exit_code_2(change, named, tmp_path, capsys):
+    scenario = json.loads(json.dumps(SCENARIOS["F_mla64"]))
+    scenario["config"] |= change.get("config", {})
+    scenario["requests"][0] |= change.get("request", {})
+    scenario |= {key: value for key, value in change.items() if key not in ("config", "request")}
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(scenario))
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert named in printed and printed.count("\n") == 1

@@ -47,7 +47,7 @@ class Device:
 
     def tags(self, request: Request) -> list[int]:
         """Tag of the prefix of every length, from 0; prompts with unlike salts have unlike tags."""
-        tags = self._tags.setdefault(request, [self._tree.child(0, ("salt", request.salt))])
+        tags = self._tags.setdefault(request, [self._tree.child(0, ("salt", type(request.salt), request.salt))])
         for token in request.tokens[len(tags) - 1 :]:
             tags.append(self._tree.child(tags[-1], token))
         return tags

@@ -82,6 +82,8 @@ class Model:
 
         Raises UserError for one that can never run; nothing has changed then.
         """
+        if answer < 1:
+            raise UserError("answer", answer, "use at least 1 token")
         longest = len(prompt) + answer
         if not prompt or longest > self.rules.max_context:
             raise UserError("prompt", len(prompt), f"use 1 to {self.rules.max_context - answer} tokens")
@@ -100,6 +102,7 @@ class Model:
     def schedule(self) -> Step:
         """Plan one step: running requests in order of admission, then waiting ones while nobody was preempted."""
         step = Step()
+        self._pending.clear()
         budget = self.rules.token_budget
         for name in list(self.running):
             if name in self.running and budget:
@@ -121,7 +124,6 @@ class Model:
         ended: requests that leave after their tokens were taken. Rows of requests that left meanwhile count for
         nothing. Returns the states at the end of each turn that the rows have saved.
         """
-        self._pending.clear()
         turns: list[Turn] = []
         for row in step.rows:
             request, sampled = row.request, list(answers.get(row.request.name, ()))
@@ -131,12 +133,15 @@ class Model:
             advance = row.length - row.drafts + max(len(sampled) - 1, 0) if row.drafts else row.length
             request.computed = row.start + advance
             request.tokens += sampled
+            request.drafts = 0
             self._hash(request)
             self._settle(request, row)
             turns += self._follow_turn(request, row)
             self._leave_windows(request)
+        ran = {row.request for row in step.rows}
         for name in ended:
-            self.finish(name)
+            if self.requests.get(name) in ran:
+                self.finish(name)
         return turns
 
     def finish(self, name: str) -> None:
@@ -201,9 +206,13 @@ class Model:
             return 0
         length = min(len(request.tokens) - hit.tokens, budget, self.rules.chunk_limit)
         adopted = self._served(request, hit.tokens, find)
-        need = self._need(request, len(request.tokens), adopted, hit.tokens)
-        if not self._fits(need):
-            return None
+        if not self._fits(self._need(request, len(request.tokens), adopted, hit.tokens)):
+            if self.running:
+                return None
+            # Alone, and it still lacks blocks: those of the hit and of its copy. Without the hit it fits, see `arrive`.
+            hit = hit._replace(tokens=0)
+            length = min(len(request.tokens), budget, self.rules.chunk_limit)
+            adopted = [{} for _ in adopted]
         self._adopt(step, request, hit, adopted)
         self.waiting.remove(request.name)
         self.running.append(request.name)
@@ -228,8 +237,9 @@ class Model:
         unit = self.rules.unit
         for group, geometry in enumerate(self.rules.geometry.groups):
             copied = geometry.kind is not GroupKind.RECURRENT and soon.tokens % geometry.block
-            made = self.index.find(self._name(request, group, soon.tokens // unit - 1)) is None
-            if (copied or geometry.kind is GroupKind.RECURRENT) and made:
+            if not (copied or geometry.kind is GroupKind.RECURRENT):
+                continue
+            if self.index.find(self._name(request, group, soon.tokens // unit - 1)) is None:
                 return None, find
         return soon, find
 

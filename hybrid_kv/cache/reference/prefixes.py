@@ -52,4 +52,4 @@ def _units(
     """Contents of the complete units from `first` on."""
     for index in range(first, (len(tokens) - lookahead) // unit):
         content: tuple[Hashable, ...] = tuple(tokens[index * unit : (index + 1) * unit + lookahead])
-        yield (*content, ("salt", salt)) if not index and salt is not None else content
+        yield (*content, ("salt", type(salt), salt)) if not index and salt is not None else content

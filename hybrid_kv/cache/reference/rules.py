@@ -60,6 +60,11 @@ class Rules:
             )
         if not set(self.group_pool) <= set(range(len(self.pool_blocks))):
             raise UserError("group_pool", self.group_pool, f"use pools 0 to {len(self.pool_blocks) - 1}")
+        if min(self.pool_blocks) < 1 or self.slots_ahead < 0:
+            raise UserError("pool_blocks, slots_ahead", (self.pool_blocks, self.slots_ahead), "use at least 1 and 0")
+        for grid in self.ladder:
+            if grid < 1 or grid % self.unit:
+                raise UserError("ladder", grid, f"states go by whole hash units: use multiples of {self.unit} tokens")
         for field in ("max_requests", "max_context", "token_budget", "chunk_limit"):
             if getattr(self, field) < 1:
                 raise UserError(field, getattr(self, field), "use at least 1")
