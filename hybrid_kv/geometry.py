@@ -41,6 +41,11 @@ class GroupKind(enum.StrEnum):
         return self in (GroupKind.MLA, GroupKind.FULL)
 
     @property
+    def windowed(self) -> bool:
+        """Only the rows of a window, or of a local chunk, are read (sliding window, chunked local)."""
+        return self in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
+
+    @property
     def stripes(self) -> bool:
         """Token positions are striped over DCP ranks unless the group is marked replicated."""
         return self.append_only
@@ -66,12 +71,12 @@ class GroupSpec:
     window: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", GroupKind.parse(self.kind))
+        kind = GroupKind.parse(self.kind)
+        object.__setattr__(self, "kind", kind)
         if self.rows_per_rank < 1:
             raise UserError(f"{self.name}.rows_per_rank", self.rows_per_rank, "use at least 1")
-        windowed = self.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
-        if windowed != (self.window > 0):
-            fix = "give the window in tokens" if windowed else f"a {self.kind} group has none: use 0"
+        if kind.windowed != (self.window > 0):
+            fix = "give the window in tokens" if kind.windowed else f"a {self.kind} group has none: use 0"
             raise UserError(f"{self.name}.window", self.window, fix)
 
 
@@ -173,8 +178,8 @@ class SystemGeometry:
         Append-only groups serve any hash unit of a block (its rows never change) and recurrent
         groups any state that was emitted; a windowed group only whole blocks.
         """
-        windowed = [g for g in self.groups if not g.kind.append_only and g.kind is not GroupKind.RECURRENT]
-        return self.schedule_block if any(g.block != self.hash_unit for g in windowed) else self.hash_unit
+        coarse = any(group.kind.windowed and group.block != self.hash_unit for group in self.groups)
+        return self.schedule_block if coarse else self.hash_unit
 
     @property
     def attention(self) -> tuple[int, ...]:

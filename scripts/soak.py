@@ -1,6 +1,6 @@
 """Random workloads through the cache's reference model, every block checked against what it holds.
 
-    python scripts/soak.py --workloads 2000 --json
+    .venv/bin/python scripts/soak.py --workloads 2000 --json
 
 Exit code 1 if any workload read or filed content of another prefix, broke an invariant, stalled or leaked.
 """

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_kv.cache.reference import Draft, Hit, Model, Rules, Step
+from hybrid_kv.cache.reference import Draft, Hit, Model, Row, Rules, Step
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
 
@@ -99,7 +99,7 @@ def rules_of(config: dict[str, Any]) -> Rules:
         caching=caching,
         # The reference system keeps the last whole block of a prompt as well as its last hash boundary.
         ladder=tuple(
-            sorted(block for block in blocks if block > geometry.hash_unit and block % geometry.hash_unit == 0)
+            sorted(block for block in blocks if block > geometry.hash_unit and block % geometry.hit_unit == 0)
         ),
         retention=config.get("retention_interval", 0),
         draft=draft,
@@ -126,24 +126,10 @@ def check(scenario: dict[str, Any]) -> None:
     for field in ("num_speculative_tokens", "long_prefill_token_threshold"):
         _count(f"config.{field}", config.get(field, 0), 0, 1 << 20)
     _count("config.max_steps", config.get("max_steps", 1), 1, 10**9)
-    names = [request["id"] for request in scenario["requests"]]
+    before: set[str] = set()
     for request in scenario["requests"]:
-        where = f"request {request['id']}"
-        if names.count(request["id"]) > 1:
-            raise UserError(where, request["id"], "an id names one request")
-        _count(f"{where} output_len", request["output_len"], 1, 1 << 24)
-        _count(f"{where} output_seed", request.get("output_seed", 0), 0, (1 << 64) - 1)
-        for field in ("arrival_step", "abort_step"):
-            _count(f"{where} {field}", request.get(field, 0), 0, 10**9)
-        for value in [*(request.get("accept") or []), *(request.get("drafts") or [])]:
-            _count(f"{where} accept, drafts", value, 0, 1 << 20)
-        if not isinstance(request.get("priority", 0), int):
-            raise UserError(f"{where} priority", request["priority"], "use an integer")
-        if "after" in request:
-            other, delay = request["after"]
-            _count(f"{where} after", delay, 0, 10**9)
-            if other not in names[: names.index(request["id"])]:
-                raise UserError(f"{where} after", other, "name a request that stands before it")
+        _check_request(request, before)
+        before.add(request["id"])
     for prompt in [one["prompt"] for one in [*scenario["requests"], *(scenario.get("probes") or [])]]:
         for segment in [prompt["ids"]] if isinstance(prompt, dict) else prompt:
             for number in segment:
@@ -152,6 +138,26 @@ def check(scenario: dict[str, Any]) -> None:
             _count("prompt tokens", sum(sum(segment[1:]) for segment in prompt), 1, 1 << 24)
     for event in scenario.get("events") or []:
         _count("event step", event["step"], 0, 10**9)
+
+
+def _check_request(request: dict[str, Any], before: set[str]) -> None:
+    """before: ids of the requests that stand before this one."""
+    where = f"request {request['id']}"
+    if request["id"] in before:
+        raise UserError(where, request["id"], "an id names one request")
+    _count(f"{where} output_len", request["output_len"], 1, 1 << 24)
+    _count(f"{where} output_seed", request.get("output_seed", 0), 0, (1 << 64) - 1)
+    for field in ("arrival_step", "abort_step"):
+        _count(f"{where} {field}", request.get(field, 0), 0, 10**9)
+    for value in [*(request.get("accept") or []), *(request.get("drafts") or [])]:
+        _count(f"{where} accept, drafts", value, 0, 1 << 20)
+    if not isinstance(request.get("priority", 0), int):
+        raise UserError(f"{where} priority", request["priority"], "use an integer")
+    if "after" in request:
+        other, delay = request["after"]
+        _count(f"{where} after", delay, 0, 10**9)
+        if other not in before:
+            raise UserError(f"{where} after", other, "name a request that stands before it")
 
 
 def _count(field: str, value: Any, low: int, high: int) -> None:
@@ -307,7 +313,7 @@ class Run:
             found.append({"id": name, "hit": hit.tokens, "junction": _junction(hit), "tokens": tokens})
         return found
 
-    def _sample(self, row: Any, number: int) -> tuple[int, ...]:
+    def _sample(self, row: Row, number: int) -> tuple[int, ...]:
         """Tokens the faked model returns for a row: none before the last known token, else one and accepted drafts."""
         client, request = self.clients[row.request.name], row.request
         self.scheduled += row.length

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.kda.inputs import Inputs, prepare
 from pallas_kernels.rows import RaggedRows, tokens
+from pallas_kernels.saves import saves
 from pallas_kernels.slots import read_slots, write_slots
 
 
@@ -34,10 +35,11 @@ class _Stops(NamedTuple):
 def _stops(
     rows: RaggedRows, write: Int32[Array, "R"], emit_position: Int32[Array, "R E"], emit_slot: Int32[Array, "R E"]
 ) -> _Stops:
-    after = emit_position - rows.start[:, None]
-    wanted = (emit_slot != 0) & (after > 0) & (after <= rows.length[:, None])
-    after = jnp.concatenate([jnp.where(wanted, after, 0), rows.length[:, None]], axis=1)
-    slot = jnp.concatenate([jnp.where(wanted, emit_slot, 0), jnp.where(rows.length > 0, write, 0)[:, None]], axis=1)
+    shape = (rows.length.shape[0], -1)
+    wanted = saves(rows, write, emit_position, emit_slot)
+    slot = wanted.slot.reshape(shape)
+    after = jnp.where(slot != 0, wanted.position.reshape(shape) - rows.start[:, None], 0)
+    after = after.at[:, -1].set(rows.length)  # the row's end is a stop whether or not it is saved
     order = jnp.argsort(after, axis=1, stable=True)
     return _Stops(jnp.take_along_axis(after, order, 1), jnp.take_along_axis(slot, order, 1))
 

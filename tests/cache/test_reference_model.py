@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from hybrid_kv.cache.reference import Draft, Model, Rules
+from hybrid_kv.cache.reference import Draft, Model, Rules, lookup
 from hybrid_kv.cache.reference.pool import Pool
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
@@ -45,12 +45,10 @@ def _trust_other_successors(monkeypatch):
 
 
 def _share_what_is_not_computed(monkeypatch):
-    monkeypatch.setattr(Model, "_hit", lambda self, request: _greedy_hit(self, request))
+    monkeypatch.setattr(Model, "_hit", _greedy_hit)
 
 
 def _greedy_hit(model, request):
-    from hybrid_kv.cache.reference.lookup import lookup
-
     def find(name):
         return model.index.find(name) or model._pending.get(name)
 

@@ -24,12 +24,12 @@ class Unsound(AssertionError):
 
 @dataclasses.dataclass
 class _Taken:
-    """What a row had to read when it was planned."""
+    """What a row had to read when it was planned; copies: (source, target)."""
 
     row: Row
     tables: list[dict[int, Block]]
     reads: list[Block | None]
-    copies: list[tuple[Block, int] | None]
+    copies: list[tuple[Block, Block]]
 
 
 class Device:
@@ -57,7 +57,10 @@ class Device:
         self._taken = []
         for row in step.rows:
             request = row.request
-            taken = _Taken(row, [dict(t) for t in request.tables], list(request.state_read), list(request.copy))
+            copies = [
+                (pair[0], table[pair[1]]) for pair, table in zip(request.copy, request.tables, strict=True) if pair
+            ]
+            taken = _Taken(row, [dict(table) for table in request.tables], list(request.state_read), copies)
             for group in self.model.rules.geometry.recurrent:
                 block = taken.reads[group] or request.tables[group][0]
                 if row.start and self.states.get(block) != self.tags(request)[row.start]:
@@ -66,10 +69,9 @@ class Device:
 
     def run(self, turns: Sequence[Turn]) -> None:
         """Copy, write, read, save; then look at every name."""
-        copies = [(t, g) for t in self._taken for g, pair in enumerate(t.copies) if pair]
-        sources = [dict(self.rows.get(t.copies[g][0], {})) for t, g in copies]  # type: ignore[index]
-        for (taken, group), content in zip(copies, sources, strict=True):
-            self.rows[taken.tables[group][taken.copies[group][1]]] = content  # type: ignore[index]
+        copies = [pair for taken in self._taken for pair in taken.copies]
+        contents = [dict(self.rows.get(source, {})) for source, _ in copies]  # all read before any is written
+        self.rows.update(zip((target for _, target in copies), contents, strict=True))
         for taken in self._taken:
             self._write(taken)
         for taken in self._taken:

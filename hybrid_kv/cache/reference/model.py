@@ -8,7 +8,8 @@ blocks of it at once, since all rows of a step are written before any is read, a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from hybrid_kv.cache.reference.lookup import Hit, lookup, window_units
 from hybrid_kv.cache.reference.pool import Block, Index, Name, Pool
@@ -175,10 +176,11 @@ class Model:
     # Scheduling
 
     def _queue(self) -> list[str]:
-        def rank(name: str) -> tuple[int, int, int]:
+        """Waiting requests in the order they are tried: by priority, else those that were preempted first."""
+
+        def rank(name: str) -> tuple[int, int]:
             request = self.requests[name]
-            again = 0 if request.preemptions else 1
-            return (request.priority, request.order, 0) if self.rules.priority else (again, request.order, 0)
+            return request.priority if self.rules.priority else not request.preemptions, request.order
 
         return sorted(self.waiting, key=rank)
 
@@ -275,17 +277,20 @@ class Model:
                 need[pool] += 1 if adopted or not table else 0
                 continue
             start = hit if adopted else request.computed
-            held = set(table) | (set() if adopted else {pair[1] for pair in [request.copy[group]] if pair})
+            held = set(table)
             if adopted and hit % geometry.block:
                 held.discard(hit // geometry.block)  # shared, so it is copied
             fresh = sum(column not in held for column in range(start // geometry.block, geometry.columns(end)))
-            need[pool] += fresh if geometry.kind.append_only else min(fresh, self._most_at_once(geometry))
+            need[pool] += min(fresh, self._most_at_once(geometry)) if geometry.kind.windowed else fresh
         return need
 
     def _most_at_once(self, geometry: GroupGeometry) -> int:
         """Blocks a windowed group holds at most: a prompt longer than its window gives them back as it goes."""
         chunk = min(self.rules.token_budget, self.rules.chunk_limit) + self.rules.slots_ahead
         return geometry.columns(geometry.spec.window - 1 + chunk) + 1
+
+    def _pool(self, group: int) -> Pool:
+        return self.pools[self.rules.group_pool[group]]
 
     def _fits(self, need: Sequence[int]) -> bool:
         return all(blocks <= pool.free for blocks, pool in zip(need, self.pools, strict=True))
@@ -314,7 +319,7 @@ class Model:
         """Take the blocks of a row, plan the states it saves, and say what it will have written."""
         end = request.computed + length
         for group, geometry in enumerate(self.rules.geometry.groups):
-            pool = self.pools[self.rules.group_pool[group]]
+            pool = self._pool(group)
             table = request.tables[group]
             if geometry.kind is GroupKind.RECURRENT:
                 if not table:
@@ -341,14 +346,14 @@ class Model:
                 continue
             optional = boundary in request.rungs or boundary not in request.points
             if not (self._short and optional) and self._room_for_states(boundary in request.shared):
-                chosen.append((boundary, [self.pools[self.rules.group_pool[group]].take() for group in recurrent]))
+                chosen.append((boundary, [self._pool(group).take() for group in recurrent]))
         return chosen
 
     def _room_for_states(self, proven: bool) -> bool:
         """Whether a state of every recurrent group can be taken. One that nobody is known to share must not take the
         place of one that was reused."""
         recurrent = self.rules.geometry.recurrent
-        pools = [self.pools[self.rules.group_pool[group]] for group in recurrent]
+        pools = [self._pool(group) for group in recurrent]
         for pool in pools:
             victims = pool.next(pools.count(pool))
             states = [one for one in victims if one.reused and any(group in recurrent for group, _ in one.names)]
@@ -365,8 +370,9 @@ class Model:
         wanted = {point for point in request.points if start < point <= min(end, hashed)}
         retention = self.rules.retention
         for group in self.rules.geometry.recurrent:
-            every = self.rules.geometry.groups[group].block if retention is None else retention
-            if every and every % self.rules.unit == 0:
+            block = self.rules.geometry.groups[group].block
+            every = math.lcm(block, self.rules.geometry.hit_unit) if retention is None else retention
+            if every:
                 wanted |= set(range(start // every * every + every, min(end, hashed) + 1, every))
         return wanted
 
@@ -379,10 +385,8 @@ class Model:
         for group, geometry in enumerate(self.rules.geometry.groups):
             if geometry.kind is GroupKind.RECURRENT:
                 continue
-            for i in range(row.start // unit, self._nameable(request, group, end)):
-                block = request.tables[group].get(i * unit // geometry.block)
-                if block is not None:
-                    self._pending.setdefault(self._name(request, group, i), block)
+            for name, block in self._parts(request, group, row.start // unit, self._nameable(request, group, end)):
+                self._pending.setdefault(name, block)
         for boundary, blocks in row.emissions:
             for group, block in zip(self.rules.geometry.recurrent, blocks, strict=True):
                 self._pending.setdefault((group, request.chain[boundary // unit - 1]), block)
@@ -393,7 +397,7 @@ class Model:
             for block in table.values():
                 block.pool.hold(block)
         for group, geometry in enumerate(self.rules.geometry.groups):
-            pool = self.pools[self.rules.group_pool[group]]
+            pool = self._pool(group)
             table = dict(adopted[group])
             if geometry.kind is GroupKind.RECURRENT:
                 request.state_read[group] = table.pop(0, None)
@@ -452,15 +456,20 @@ class Model:
             if geometry.kind is GroupKind.RECURRENT:
                 continue
             done = self._nameable(request, group, request.computed)
-            for i in range(request.published[group], done):
-                block = request.tables[group].get(i * self.rules.unit // geometry.block)
-                if block is not None:
-                    self.index.add(self._name(request, group, i), block)
+            for name, block in self._parts(request, group, request.published[group], done):
+                self.index.add(name, block)
             request.published[group] = max(done, request.published[group])
 
     def _name(self, request: Request, group: int, unit: int) -> Name:
         """What a group's part of a unit goes by."""
         return group, request.chain[unit + self.rules.lag(group)]
+
+    def _parts(self, request: Request, group: int, first: int, stop: int) -> Iterator[tuple[Name, Block]]:
+        """Name and block of a group's part of the units [first, stop), where the request still holds it."""
+        per_block = self.rules.geometry.groups[group].block // self.rules.unit
+        for unit in range(first, stop):
+            if (block := request.tables[group].get(unit // per_block)) is not None:
+                yield self._name(request, group, unit), block
 
     def _nameable(self, request: Request, group: int, computed: int) -> int:
         """Leading units of a group that have content and a name."""
@@ -471,31 +480,29 @@ class Model:
         recurrent, rules = self.rules.geometry.recurrent, self.rules
         if not (recurrent and rules.caching and rules.turn_end) or request.computed <= request.prompt:
             return []
-        step = rules.geometry.hit_unit
-        hashed = (len(request.chain) - rules.longest_lag) * rules.unit
-        boundary = min(request.computed, hashed) // step * step
+        boundary = self._turn_end(request)
         if not max(row.start, request.prompt - 1) < boundary:
             return []
-        pools = [self.pools[rules.group_pool[group]] for group in recurrent]
         if request.ending[recurrent[0]] is None and (self._short or not self._room_for_states(False)):
             return []
-        for group, pool in zip(recurrent, pools, strict=True):
+        for group in recurrent:
             pair = request.ending[group]
-            request.ending[group] = (boundary, pair[1] if pair else pool.take())
+            request.ending[group] = (boundary, pair[1] if pair else self._pool(group).take())
         return [Turn(request, boundary, [pair[1] for pair in request.ending if pair])]
+
+    def _turn_end(self, request: Request) -> int:
+        """The last boundary of what is computed at which a later request can resume."""
+        step = self.rules.geometry.hit_unit
+        named = (len(request.chain) - self.rules.longest_lag) * self.rules.unit
+        return min(request.computed, named) // step * step
 
     def _leave_windows(self, request: Request) -> None:
         """Blocks that no later token of the request reads; they stay findable if a point needs them."""
         for group, geometry in enumerate(self.rules.geometry.groups):
-            if geometry.kind.append_only or geometry.kind is GroupKind.RECURRENT:
-                continue
-            if geometry.kind is GroupKind.CHUNKED_LOCAL:
-                gone = request.computed // geometry.spec.window * geometry.spec.window
-            else:
-                gone = max(request.computed - geometry.spec.window + 1, 0)
-            table = request.tables[group]
-            left = [column for column in table if (column + 1) * geometry.block <= gone]
-            self._part(request, group, sorted(left))
+            if geometry.kind.windowed:
+                first = window_units(geometry, request.computed, 1).start
+                left = [column for column in request.tables[group] if (column + 1) * geometry.block <= first]
+                self._part(request, group, sorted(left))
 
     def _part(self, request: Request, group: int, columns: Sequence[int]) -> None:
         """Drop windowed blocks, last column first; content nobody will look for loses its names."""
@@ -515,11 +522,10 @@ class Model:
         rules = self.rules
         if rules.retention is None:
             return None
-        step, hashed = rules.geometry.hit_unit, (len(request.chain) - rules.longest_lag) * rules.unit
         # Where one request resumed, the next may.
         points = request.points | {request.hit}
         if rules.turn_end:
-            points.add(min(request.computed, hashed) // step * step)
+            points.add(self._turn_end(request))
         if rules.retention:
             points |= set(range(rules.retention, request.computed + 1, rules.retention))
         units: set[int] = set()
@@ -548,7 +554,7 @@ class Model:
                 self.index.add((group, request.chain[boundary // self.rules.unit - 1]), block)
                 block.pool.drop(block)
             table = request.tables[group]
-            if not geometry.kind.append_only and geometry.kind is not GroupKind.RECURRENT:
+            if geometry.kind.windowed:
                 self._part(request, group, sorted(table))
             for column in sorted(table, reverse=True):
                 table[column].pool.drop(table[column])

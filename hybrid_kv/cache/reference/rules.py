@@ -63,13 +63,13 @@ class Rules:
         if min(self.pool_blocks) < 1 or self.slots_ahead < 0:
             raise UserError("pool_blocks, slots_ahead", (self.pool_blocks, self.slots_ahead), "use at least 1 and 0")
         for grid in self.ladder:
-            if grid < 1 or grid % self.unit:
-                raise UserError("ladder", grid, f"states go by whole hash units: use multiples of {self.unit} tokens")
+            if grid < 1 or grid % self.geometry.hit_unit:
+                raise UserError("ladder", grid, f"hits end at multiples of {self.geometry.hit_unit} tokens: use such")
         for field in ("max_requests", "max_context", "token_budget", "chunk_limit"):
             if getattr(self, field) < 1:
                 raise UserError(field, getattr(self, field), "use at least 1")
-        if self.retention is not None and (self.retention < 0 or self.retention % self.unit):
-            raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.unit} tokens")
+        if self.retention is not None and (self.retention < 0 or self.retention % self.geometry.schedule_block):
+            raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.geometry.schedule_block}")
         if (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
             raise UserError("lookahead", self.lookahead, "give at least 1 with draft=lookahead, 0 otherwise")
 
