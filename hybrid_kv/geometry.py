@@ -187,6 +187,11 @@ class SystemGeometry:
         return tuple(i for i, group in enumerate(self.groups) if group.kind.append_only)
 
     @property
+    def paged(self) -> tuple[int, ...]:
+        """Indices of the groups with block tables: append-only and windowed ones."""
+        return tuple(i for i, group in enumerate(self.groups) if group.kind is not GroupKind.RECURRENT)
+
+    @property
     def recurrent(self) -> tuple[int, ...]:
         """Indices of the recurrent groups."""
         return tuple(i for i, group in enumerate(self.groups) if group.kind is GroupKind.RECURRENT)

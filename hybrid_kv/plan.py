@@ -21,16 +21,18 @@ class StepPlan(NamedTuple):
 
     rows, decodes, tokens i32   rows in use, how many of them have one token, tokens in all
     slot       i32[R]           request slot of a row
-    start, length i32[R]        first absolute position and tokens of a row
+    start, length i32[R]        first absolute position and tokens of a row, drafts included
+    drafts     i32[R]           draft tokens to verify at the end of the row
     samples    bool[R]          the row reaches the request's last known token
-    tables     tuple i32[R, C]  per append-only group: block ids
-    copies     tuple i32[R, 2]  per append-only group: (source, target) block copied before the step
+    tables     tuple i32[R, C]  per group with a table: block ids (0 where a window has left)
+    copies     tuple i32[R, 2]  per group with a table: (source, target) block copied before the step
     read, write tuple i32[R]    per recurrent group: state read (0: zeros) and state written
-    emit_position i32[R, E]     lengths after which the state is saved (0: none)
+    emit_position i32[R, E]     lengths after which the state is saved, in this order (0: none), those that rejected
+                                drafts do not reach left out
     emit_slot  tuple i32[R, E]  per recurrent group: where
     admitted   bool[R]          first step of the request since it was (re)admitted
     hit, junction, reason i32[R]  outcome of the lookup at admission, `Reason`
-    counters   i32[6]           totals of the state, see `cache.state`
+    counters   i32[9]           totals of the state, see `cache.state`
     free       i32[P]           free blocks of every pool
     preemptions i32[slots]      preemptions of every request slot so far
     """
@@ -41,6 +43,7 @@ class StepPlan(NamedTuple):
     slot: jax.Array
     start: jax.Array
     length: jax.Array
+    drafts: jax.Array
     samples: jax.Array
     tables: tuple[jax.Array, ...]
     copies: tuple[jax.Array, ...]
@@ -77,7 +80,7 @@ def spell_out(config: CacheConfig, state: CacheState) -> StepPlan:
         return jnp.where((ids > 0) & live.reshape((-1,) + (1,) * (ids.ndim - 1)), ids - config.offset(group), 0)
 
     tables, copies = [], []
-    for position, index in enumerate(geometry.attention):
+    for position, index in enumerate(geometry.paged):
         first = config.column_offset[position]
         table = local(state.tables[slot, first : first + config.columns[position]], index)
         source = local(requests[:, fields.copy_source][:, position], index)
@@ -86,17 +89,20 @@ def spell_out(config: CacheConfig, state: CacheState) -> StepPlan:
         tables.append(table)
         copies.append(jnp.stack([source, jnp.where(source > 0, target, 0)], -1))
     read, write, emit_slots = [], [], []
-    emitted = requests[:, fields.emit_slot].reshape(config.max_requests, fields.wanted, fields.recurrent)
-    turn = requests[:, fields.EMIT_TURN]
+    emitted = requests[:, fields.emit_slot].reshape(config.max_requests, fields.emissions, fields.recurrent)
+    # Every boundary that the row may reach goes to the turn-end slot; the last one stays.
+    back = jnp.arange(config.turn_candidates - 1, -1, -1, dtype=jnp.int32) * geometry.hit_unit
+    turn = requests[:, fields.EMIT_TURN, None] - back
+    turn = jnp.where(turn > requests[:, fields.COMPUTED, None], turn, 0)
     for position, index in enumerate(geometry.recurrent):
         running = requests[:, fields.running][:, position]
         hit_state = requests[:, fields.read][:, position]
         own = jnp.where(requests[:, fields.COMPUTED] > 0, running, 0)
         read.append(local(jnp.where(hit_state > 0, hit_state, own), index))
         write.append(local(running, index))
-        turn_slot = jnp.where(turn > 0, requests[:, fields.turn_slot][:, position], 0)
-        emit_slots.append(local(jnp.concatenate([emitted[:, :, position], turn_slot[:, None]], 1), index))
-    positions = jnp.concatenate([requests[:, fields.emit_position], turn[:, None]], 1)
+        turn_slot = jnp.where(turn > 0, requests[:, fields.turn_slot][:, position, None], 0)
+        emit_slots.append(local(jnp.concatenate([emitted[:, :, position], turn_slot], 1), index))
+    positions = jnp.concatenate([requests[:, fields.emit_position], turn], 1)
     return StepPlan(
         rows=live.sum(dtype=jnp.int32),
         decodes=(length == 1).sum(dtype=jnp.int32),
@@ -104,7 +110,9 @@ def spell_out(config: CacheConfig, state: CacheState) -> StepPlan:
         slot=slot,
         start=requests[:, fields.COMPUTED],
         length=length,
-        samples=live & (requests[:, fields.COMPUTED] + length == requests[:, fields.KNOWN]),
+        drafts=requests[:, fields.VERIFYING],
+        samples=live
+        & (requests[:, fields.COMPUTED] + length - requests[:, fields.VERIFYING] == requests[:, fields.KNOWN]),
         tables=tuple(tables),
         copies=tuple(copies),
         read=tuple(read),

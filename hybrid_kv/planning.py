@@ -18,6 +18,7 @@ from hybrid_kv.sharding import TENSOR, ArraySharding, MeshSpec, ShardingMap, own
 
 _DEFAULT_CONTEXT = 8192
 _DEFAULT_LADDER = (512, 2048, 8192)
+_JUNCTIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> Cach
         placement=Placement(
             tail=options.tail,
             turn_end=options.turn_end,
-            junction=options.junction,
+            junctions=_JUNCTIONS * options.junction,
             ladder=tuple(grid for grid in _ladder(options) if grid <= context),
         ),
         prefix_caching=options.prefix_caching,

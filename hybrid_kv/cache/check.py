@@ -7,8 +7,11 @@ import numpy as np
 
 from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
 from hybrid_kv.cache.state import (
+    DONE,
     FREE,
     FREE_BLOCKS,
+    OWNER,
+    PENDING_STEP,
     PLACES,
     REF,
     RING_HEAD,
@@ -45,8 +48,13 @@ def _references(config: CacheConfig, state: CacheState) -> list[str]:
     written = np.concatenate([requests[:, part].ravel() for part in writes])
     states, writers = np.unique(written[written > 0], return_counts=True)
     problems += [f"state {b} has two writers" for b in states[writers > 1]]
-    problems += [f"state {b} is written while it has a key" for b in states[keyed[states]]]
+    problems += [f"state {b} is written while it has a key" for b in states[keyed[states] & _settled(state, states)]]
     return problems
+
+
+def _settled(state: CacheState, blocks: np.ndarray) -> np.ndarray:
+    """Blocks whose keys are not those of a step in flight."""
+    return state.blocks[blocks, PENDING_STEP] <= state.counters[DONE]
 
 
 def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
@@ -73,14 +81,14 @@ def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
 
 
 def _index(config: CacheConfig, state: CacheState) -> list[str]:
-    filed = np.flatnonzero(state.entries[:, KEY_WORDS])
-    owner = state.entries[filed, KEY_WORDS].astype(np.int64)
+    filed = np.flatnonzero(state.entries[:, OWNER])
+    owner = state.entries[filed, OWNER].astype(np.int64)
     block, unit = np.nonzero(state.blocks[:, PLACES:])
     places = state.blocks[block, PLACES + unit] - 1
     problems = []
     if not np.array_equal(np.sort(places), filed):
         problems.append(f"index: {len(filed)} keys are filed, blocks remember {len(places)}")
-    elif not np.array_equal(state.entries[places, KEY_WORDS].astype(np.int64), block):
+    elif not np.array_equal(state.entries[places, OWNER].astype(np.int64), block):
         problems.append("index: a key points to a block that does not remember it")
     if len(np.unique(state.entries[filed, :KEY_WORDS], axis=0)) != len(filed):
         problems.append("index: a key is filed twice")
@@ -94,18 +102,25 @@ def _requests(config: CacheConfig, state: CacheState) -> list[str]:
     for slot in np.flatnonzero(state.requests[:, fields.STATUS] != FREE):
         row = state.requests[slot]
         known, computed, scheduled = (int(row[i]) for i in (fields.KNOWN, fields.COMPUTED, fields.SCHEDULED))
-        if not 0 <= computed + scheduled <= known <= config.max_context:
+        drafts = int(row[fields.VERIFYING])
+        if not 0 <= computed + scheduled - drafts <= known <= config.max_context:
             problems.append(f"request {slot}: computed {computed} + scheduled {scheduled}, known {known}")
-        if row[fields.HIT] > max(known - 1, 0) or row[fields.HIT] % config.unit:
-            problems.append(f"request {slot}: hit {row[fields.HIT]} of {known} tokens at unit {config.unit}")
+        if row[fields.HIT] > max(known - 1, 0) or row[fields.HIT] % config.geometry.hit_unit:
+            problems.append(
+                f"request {slot}: hit {row[fields.HIT]} of {known} tokens at unit {config.geometry.hit_unit}"
+            )
         if row[fields.STATUS] == WAITING and (row[fields.running].any() or state.tables[slot].any()):
             problems.append(f"request {slot}: waits but holds blocks")
-        for position, group in enumerate(config.geometry.attention):
-            first, used = config.column_offset[position], row[fields.columns][position]
+        for position, group in enumerate(config.geometry.paged):
+            first, used, left = (
+                config.column_offset[position],
+                row[fields.columns][position],
+                row[fields.left][position],
+            )
             table = state.tables[slot, first : first + config.columns[position]]
             if row[fields.STATUS] == RUNNING and used < config.group(group).columns(int(computed + scheduled)):
                 problems.append(f"request {slot}: {used} columns of {config.group(group).name} are too few")
-            if (table[:used] == 0).any() or table[used:].any():
+            if (table[left:used] == 0).any() or table[:left].any() or table[used:].any():
                 problems.append(f"request {slot}: table of {config.group(group).name} does not match its length")
     if state.requests[:, fields.SCHEDULED].sum() > config.token_budget:
         problems.append("more tokens are scheduled than a step may have")

@@ -6,8 +6,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.lookup import named_units
+from hybrid_kv.cache.state import INTERVAL, LADDER, TAIL, CacheState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,29 +56,50 @@ def checkpoint_valid(start: int, end: int, position: int, unit: int, block: int,
     )
 
 
-def wanted_boundaries(
-    config: CacheConfig, prompt: jax.Array, known: jax.Array, hit: jax.Array, junction: jax.Array
+def wanted_points(
+    config: CacheConfig, state: CacheState, prompt: jax.Array, known: jax.Array, hit: jax.Array, shared: jax.Array
 ) -> jax.Array:
-    """Boundaries (tokens, 0: none) a prefill of `known` tokens should keep: i32[config.wanted].
+    """Boundaries behind the hit (tokens, 0: none) where others may resume: i32[config.wanted].
 
-    In order of worth when slots are short: the resume point of a resent prompt, the junction, the
-    last boundary of the whole prompt (for extensions), the same two of a request that resumes after
-    preemption, the ladder from fine to coarse. All lie behind the hit; repeats are blanked.
+    In order of worth when slots are short: where others are known to have parted (`Hit.shared`), where the
+    prompt sent again resumes and where a longer one does, the same two of a request that goes on after preemption, the
+    ladder from fine to coarse. Repeats are blanked.
     """
-    unit, placement = config.unit, config.placement
-    down = lambda tokens, grid: jnp.maximum(tokens, 0) // grid * grid  # noqa: E731
-    tail = jnp.int32(placement.tail)
-    wanted = [
-        down(prompt - 1, unit) * tail,
-        junction * jnp.int32(placement.junction),
-        down(prompt, unit) * tail,
-        down(known - 1, unit) * tail,
-        down(known, unit) * tail,
-        *(down(prompt - 1, grid) for grid in sorted(placement.ladder)),
-    ]
-    stacked = jnp.stack(wanted).astype(jnp.int32)
-    repeats = jnp.tril(stacked[:, None] == stacked[None, :], -1).any(1)
-    keep = (stacked > hit) & ~repeats
-    if not (config.prefix_caching and config.geometry.recurrent):
-        keep &= False
-    return jnp.where(keep, stacked, 0)
+    step, policy = config.geometry.hit_unit, state.policy
+    down = lambda tokens, grid: jnp.maximum(tokens, 0) // jnp.maximum(grid, 1) * grid  # noqa: E731
+    tails = []
+    for tokens in (prompt, known):
+        # The last tokens that a key covers, or that prove a draft group's unit, are computed again.
+        longer = tokens - config.lookahead - config.unit * config.longest_lag
+        tails += [down(jnp.minimum(tokens - 1, longer), step), down(longer, step)]
+    ladder = policy[LADDER:]
+    points = jnp.concatenate([shared, jnp.stack(tails) * policy[TAIL], down(prompt - 1, ladder)]).astype(jnp.int32)
+    repeats = jnp.tril(points[:, None] == points[None, :], -1).any(1)
+    return jnp.where((points > hit) & ~repeats & config.prefix_caching, points, 0)
+
+
+def emission_candidates(
+    config: CacheConfig, state: CacheState, points: jax.Array, start: jax.Array, end: jax.Array, known: jax.Array
+) -> jax.Array:
+    """Boundaries in (start, end] whose state is worth a slot, in order of worth: i32[config.emissions], 0: none.
+
+    The points, then those that retention alone asks for.
+    """
+    every = state.policy[INTERVAL]
+    nth = jnp.arange(1, config.emissions - config.wanted + 1, dtype=jnp.int32)
+    retained = (start // jnp.maximum(every, 1) + nth) * every
+    retained = jnp.where((retained[:, None] == points[None, :]).any(1), 0, retained)
+    wanted = jnp.concatenate([points, retained])
+    last = jnp.minimum(end, named_units(config, known) * config.unit)
+    return jnp.where((wanted > start) & (wanted <= last), wanted, 0)
+
+
+def is_rung(config: CacheConfig) -> np.ndarray:
+    """Which candidates nobody asked for but the ladder: bool[config.emissions]."""
+    nth = np.arange(config.emissions)
+    return (nth >= config.wanted - len(config.placement.ladder)) & (nth < config.wanted)
+
+
+def is_shared(config: CacheConfig) -> np.ndarray:
+    """Which candidates others are known to share: bool[config.emissions]."""
+    return np.arange(config.emissions) < config.placement.junctions

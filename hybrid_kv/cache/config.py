@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
+from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.errors import UserError
-from hybrid_kv.geometry import GroupGeometry, SystemGeometry
+from hybrid_kv.geometry import GroupGeometry, GroupKind, SystemGeometry
 
 # Ring entries per block: live ones, and stale ones until the next compaction.
-RING_FACTOR = 4
+RING_FACTOR = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which boundaries of a request keep a recurrent state, as data.
+    """Which boundaries of a request keep what resuming there needs, as data.
 
-    tail: the last hash boundaries of the prompt. turn_end: the last one of the generated text.
-    junction: where another request is seen to share a prefix no state covers.
-    ladder: coarser grids in tokens; the last multiple of each inside the prompt is kept too.
+    tail: the last hit boundaries of the prompt. turn_end: the last one of the generated text.
+    junctions: most of a request, where other requests are seen to share a prefix no state covers: the deepest
+    and the last forks before it. ladder: coarser grids in tokens; the last multiple of each inside the prompt
+    is kept too. retention: 0 for these points only, n > 0 for every n tokens as well, None for every block.
     """
 
     tail: bool = True
     turn_end: bool = True
-    junction: bool = True
+    junctions: int = 5
     ladder: tuple[int, ...] = ()
+    retention: int | None = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +38,12 @@ class CacheConfig:
     pool_blocks: blocks of every pool, the null block 0 included. group_pool: pool of every group.
     max_requests: request slots. max_context: tokens a request may reach.
     token_budget: tokens of a step. chunk_limit: tokens of one prefill chunk at most.
-    max_prefills: prefill rows of a step at most. max_append: tokens a row may gain in one step.
+    max_prefills: prefill rows of a step at most. max_drafts: draft tokens a row verifies at most.
+    slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes.
+    draft, lookahead: see `Draft`; lookahead: tokens beyond a unit that its key covers.
     whole_prompts: admit a request once all its known tokens fit, not already when its first chunk does.
+    priority: requests of a lower priority number go first, else the oldest.
+    placement: what a new state starts with; other values that need no more room may be set in the state.
     """
 
     geometry: SystemGeometry
@@ -46,18 +54,20 @@ class CacheConfig:
     token_budget: int
     chunk_limit: int = 1 << 30
     max_prefills: int = 8
-    max_append: int = 1
+    max_drafts: int = 0
+    slots_ahead: int = 0
+    draft: Draft = Draft.NONE
+    lookahead: int = 0
     whole_prompts: bool = True
+    priority: bool = False
     placement: Placement = Placement()
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        geometry = self.geometry
-        for index, group in enumerate(geometry.groups):
-            if index not in geometry.attention and index not in geometry.recurrent:
-                raise UserError(f"{group.name}.kind", group.kind.value, "the scheduler serves MLA, full and recurrent")
-        if len(self.group_pool) != len(geometry.groups):
-            raise UserError("group_pool", self.group_pool, f"name one pool for each of {len(geometry.groups)} groups")
+        if len(self.group_pool) != len(self.geometry.groups):
+            raise UserError(
+                "group_pool", self.group_pool, f"name one pool for each of {len(self.geometry.groups)} groups"
+            )
         if set(self.group_pool) != set(range(len(self.pool_blocks))):
             raise UserError("group_pool", self.group_pool, f"use every pool 0..{len(self.pool_blocks) - 1}")
         for pool, blocks in enumerate(self.pool_blocks):
@@ -67,28 +77,75 @@ class CacheConfig:
             raise UserError("pool_blocks", self.pool_blocks, f"use fewer than {(1 << 31) // RING_FACTOR} blocks in all")
         if self.token_budget >= 1 << 30:
             raise UserError("token_budget", self.token_budget, "use fewer than 2**30 tokens")
-        if self.max_requests < 1:
-            raise UserError("max_requests", self.max_requests, "use at least 1")
+        for field in ("max_requests", "max_context", "chunk_limit", "max_prefills"):
+            if getattr(self, field) < 1:
+                raise UserError(field, getattr(self, field), "use at least 1")
+        for field in ("max_drafts", "slots_ahead"):
+            if getattr(self, field) < 0:
+                raise UserError(field, getattr(self, field), "use 0 or more")
         if self.token_budget < self.max_requests:
             fix = f"every one of {self.max_requests} requests may decode in one step: use at least as many tokens"
             raise UserError("token_budget", self.token_budget, fix)
-        for field in ("max_context", "chunk_limit", "max_prefills", "max_append"):
-            if getattr(self, field) < 1:
-                raise UserError(field, getattr(self, field), "use at least 1")
-        for grid in self.placement.ladder:
-            if grid < 1 or grid % geometry.hash_unit:
-                fix = f"states are filed at hash boundaries: use multiples of {geometry.hash_unit} tokens"
-                raise UserError("placement.ladder", grid, fix)
+        if self.lookahead < 0 or (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
+            raise UserError("lookahead", self.lookahead, "give at least 1 with draft=lookahead, 0 otherwise")
+        self.check_placement(self.placement)
+
+    def check_placement(self, placement: Placement) -> None:
+        """Raises UserError for points that are no hit boundaries, or more of them than there is room for."""
+        step, block = self.geometry.hit_unit, self.geometry.schedule_block
+        for grid in placement.ladder:
+            if grid < 1 or grid % step:
+                raise UserError("placement.ladder", grid, f"hits end at multiples of {step} tokens: use such")
+        if placement.junctions < 0:
+            raise UserError("placement.junctions", placement.junctions, "use 0 or more")
+        if placement.retention is not None and (placement.retention < 0 or placement.retention % block):
+            raise UserError("placement.retention", placement.retention, f"use None, 0 or a multiple of {block} tokens")
+        if len(placement.ladder) > len(self.placement.ladder) or placement.junctions > self.placement.junctions:
+            most = f"{len(self.placement.ladder)} rungs and {self.placement.junctions} junctions"
+            raise UserError("placement", placement, f"this configuration has room for {most}")
+        if self._retained_per_chunk(placement) > self._retained_per_chunk(self.placement):
+            fix = f"this configuration has room for a state every {self.interval(self.placement)} tokens (0: none)"
+            raise UserError("placement.retention", placement.retention, fix)
+
+    def interval(self, placement: Placement) -> int:
+        """Tokens between the states that retention alone asks for; 0 for none."""
+        if placement.retention is not None or not self.geometry.recurrent:
+            return placement.retention or 0
+        step = self.geometry.hit_unit
+        return min(math.lcm(self.group(group).block, step) for group in self.geometry.recurrent)
+
+    def _retained_per_chunk(self, placement: Placement) -> int:
+        every = self.interval(placement)
+        return -(-self.longest_chunk // every) if every else 0
 
     @property
     def unit(self) -> int:
         """Tokens of a hash unit."""
         return self.geometry.hash_unit
 
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens of the longest prefill chunk."""
+        return min(self.token_budget, self.chunk_limit, self.max_context)
+
+    @property
+    def max_append(self) -> int:
+        """Tokens a row may gain in one step."""
+        return 1 + self.max_drafts
+
     @functools.cached_property
     def units(self) -> int:
         """Hash units a request may have."""
         return max(self.max_context // self.unit, 1)
+
+    def lag(self, group: int) -> int:
+        """Units that must be known beyond one before this group's part of it has a name, see `Draft.DROP`."""
+        spec = self.group(group).spec
+        return int(self.draft is Draft.DROP and spec.draft and spec.kind is not GroupKind.RECURRENT)
+
+    @functools.cached_property
+    def longest_lag(self) -> int:
+        return max(self.lag(group) for group in range(len(self.geometry.groups)))
 
     @functools.cached_property
     def pool_offset(self) -> tuple[int, ...]:
@@ -112,16 +169,16 @@ class CacheConfig:
 
     @functools.cached_property
     def columns(self) -> tuple[int, ...]:
-        """Block-table columns of every append-only group, in the order of `geometry.attention`."""
-        return tuple(self.group(g).columns(self.max_context) for g in self.geometry.attention)
+        """Block-table columns of every group that has a table, in the order of `geometry.paged`."""
+        return tuple(self.group(g).columns(self.max_context) for g in self.geometry.paged)
 
     @functools.cached_property
     def column_offset(self) -> tuple[int, ...]:
         return tuple(sum(self.columns[:i]) for i in range(len(self.columns)))
 
     def units_per_block(self, group: int) -> int:
-        """Keys one block may carry: one for each hash unit of an append-only block, one for a state."""
-        return self.group(group).block // self.unit if group in self.geometry.attention else 1
+        """Keys one block may carry: one for each hash unit of a block of rows, one for a state."""
+        return self.group(group).block // self.unit if group in self.geometry.paged else 1
 
     @functools.cached_property
     def max_units_per_block(self) -> int:
@@ -129,8 +186,18 @@ class CacheConfig:
 
     @functools.cached_property
     def wanted(self) -> int:
-        """Boundaries a prefill may want a state at: two tails, junction, two resume tails, the ladder."""
-        return 5 + len(self.placement.ladder)
+        """Points a request may have: four of its prompt and of what it resumed with, junctions, the ladder."""
+        return 4 + self.placement.junctions + len(self.placement.ladder)
+
+    @functools.cached_property
+    def emissions(self) -> int:
+        """States one prefill chunk saves at most."""
+        return self.wanted + self._retained_per_chunk(self.placement)
+
+    @functools.cached_property
+    def turn_candidates(self) -> int:
+        """Hit boundaries that one verified row may cross."""
+        return -(-self.max_append // self.geometry.hit_unit)
 
     @functools.cached_property
     def index_buckets(self) -> int:
@@ -138,16 +205,25 @@ class CacheConfig:
         most = sum(self.pool_blocks[self.group_pool[g]] * self.units_per_block(g) for g in range(len(self.group_pool)))
         return max(1 << (most * 4 // 8).bit_length(), 16)
 
+    def window_columns(self, group: int) -> int:
+        """Blocks a windowed group of one request holds at most: it gives them back as it goes."""
+        geometry = self.group(group)
+        most = geometry.columns(geometry.spec.window - 1 + self.longest_chunk + self.max_drafts + self.slots_ahead) + 1
+        return min(most, geometry.columns(self.max_context))
+
     def blocks_of(self, tokens: int) -> tuple[int, ...]:
         """Blocks of every pool that one request of `tokens` tokens may hold at once, at most.
 
-        Append-only groups: the columns, and the source of one copy-on-write. Recurrent groups:
-        the running state and the state it resumes from.
+        Append-only groups: the columns, and the source of one copy-on-write. Windowed groups: a window and a
+        chunk. Recurrent groups: the running state and the state it resumes from.
         """
         need = [0] * len(self.pool_blocks)
+        end = min(tokens + self.slots_ahead, self.max_context)
         for index, group in enumerate(self.geometry.groups):
-            if index in self.geometry.attention:
-                need[self.group_pool[index]] += group.columns(tokens) + (self.units_per_block(index) > 1)
+            if group.kind.append_only:
+                need[self.group_pool[index]] += group.columns(end) + (self.units_per_block(index) > 1)
+            elif group.kind.windowed:
+                need[self.group_pool[index]] += min(group.columns(end), self.window_columns(index))
             else:
                 need[self.group_pool[index]] += 2
         return tuple(need)

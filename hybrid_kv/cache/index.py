@@ -3,7 +3,8 @@
 Overflow rule: a key may lie in either of two buckets chosen by its own words; if both are full it
 is not filed (the block stays usable, the prefix is not found) and the overflow counter rises. The
 size chosen by `CacheConfig.index_buckets` keeps the load at a quarter at most. Places never move,
-so a block remembers where its keys are and eviction clears them without a search.
+so a block remembers where its keys are and eviction clears them without a search. An entry also remembers whether the
+units filed behind it differ: there the requests that share its prefix have parted.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache.state import PLACES, CacheState
+from hybrid_kv.cache.state import CHILD, DONE, OWNER, PENDING_FROM, PENDING_STEP, PLACES, CacheState, read_first
 from hybrid_kv.hashing import KEY_WORDS
 
 WAYS = 8
+FORKED = np.uint32(0xFFFFFFFF)
 _GROUP_TAG = 0x9E3779B9
 
 
-def tag(keys: jax.Array, group: int) -> jax.Array:
+def tag(keys: jax.Array, group: int | jax.Array) -> jax.Array:
     """Keys as filed for one group: uint32[..., 4]. Equal content in two groups never meets."""
-    mark = np.uint32(_GROUP_TAG * (group + 1) & 0xFFFFFFFF)
+    mark = jnp.uint32(_GROUP_TAG) * (jnp.asarray(group).astype(jnp.uint32) + 1)
     return keys.at[..., KEY_WORDS - 1].set(keys[..., KEY_WORDS - 1] ^ mark)
+
+
+class Found(NamedTuple):
+    """What is filed under tagged keys. block: 0 where there is none. forked: requests part behind the unit."""
+
+    block: jax.Array
+    forked: jax.Array
 
 
 def _candidates(index: jax.Array, key: jax.Array) -> jax.Array:
@@ -37,13 +46,15 @@ def _candidates(index: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _matches(entries: jax.Array, key: jax.Array) -> jax.Array:
-    return (entries[..., :KEY_WORDS] == key[..., None, :]).all(-1) & (entries[..., KEY_WORDS] > 0)
+    return (entries[..., :KEY_WORDS] == key[..., None, :]).all(-1) & (entries[..., OWNER] > 0)
 
 
-def find(index: jax.Array, keys: jax.Array) -> jax.Array:
-    """Block of every tagged key, 0 where there is none: uint32[..., 4] -> int32[...]."""
+def find(index: jax.Array, keys: jax.Array) -> Found:
+    """Look tagged keys up: uint32[..., 4] -> `Found` of [...]."""
     entries = index[_candidates(index, keys)]
-    return jnp.where(_matches(entries, keys), entries[..., KEY_WORDS].astype(jnp.int32), 0).max(-1)
+    matches = _matches(entries, keys)
+    block = jnp.where(matches, entries[..., OWNER].astype(jnp.int32), 0).max(-1)
+    return Found(block, (matches & (entries[..., CHILD] == FORKED)).any(-1))
 
 
 class Place(NamedTuple):
@@ -61,11 +72,11 @@ def locate(index: jax.Array, key: jax.Array) -> Place:
     places = _candidates(index, key)
     entries = index[places]
     matches = _matches(entries, key)
-    empty = entries[:, KEY_WORDS] == 0
+    empty = entries[:, OWNER] == 0
     present = matches.any()
     pick = jnp.where(present, jnp.argmax(matches), jnp.argmax(empty))
     place = jnp.where(present | empty.any(), places[pick], -1)
-    return Place(place, jnp.where(present, entries[pick, KEY_WORDS].astype(jnp.int32), 0))
+    return Place(place, jnp.where(present, entries[pick, OWNER].astype(jnp.int32), 0))
 
 
 def put(
@@ -75,25 +86,65 @@ def put(
 
     Nothing happens unless `ok`.
     """
-    former = state.entries[place, KEY_WORDS].astype(jnp.int32)
+    before = read_first(lambda state: state.entries[place], state)
+    former = before[OWNER].astype(jnp.int32)
     outside = state.blocks.shape[0]
     blocks = state.blocks.at[jnp.where(ok & (former > 0), former, outside), PLACES + unit].set(0, mode="drop")
     blocks = blocks.at[jnp.where(ok, block, outside), PLACES + unit].set(place + 1, mode="drop")
-    entry = jnp.concatenate([key, block.astype(jnp.uint32)[None]])
+    child = jnp.where(former > 0, before[CHILD], 0)
+    entry = jnp.concatenate([key, jnp.stack([block.astype(jnp.uint32), child])])
     entries = state.entries.at[jnp.where(ok, place, state.entries.shape[0])].set(entry, mode="drop")
+    return state._replace(entries=entries, blocks=blocks)
+
+
+def note_child(state: CacheState, parent: jax.Array, child: jax.Array, ok: jax.Array) -> CacheState:
+    """Remember at the tagged key `parent`, if it is filed, that the unit `child` follows; a second one is a fork."""
+    mark = jnp.clip(child[1], 1, FORKED - 1)
+
+    def read(state):
+        found = locate(state.entries, parent)
+        before = state.entries[found.place, CHILD]
+        after = jnp.where((before == 0) | (before == mark), mark, FORKED)
+        return jnp.where(ok & (found.block > 0), found.place, state.entries.shape[0]), after
+
+    at, after = read_first(read, state)
+    return state._replace(entries=state.entries.at[at, CHILD].set(after, mode="drop"))
+
+
+def pending(state: CacheState, blocks: jax.Array, units: jax.Array) -> jax.Array:
+    """Whether the unit-th key of a block names content that a step still in flight writes: bool[...]."""
+
+    def read(state):
+        row = state.blocks[blocks]
+        return (row[..., PENDING_STEP] > state.counters[DONE]) & (units >= row[..., PENDING_FROM])
+
+    return read_first(read, state)
+
+
+def forget(state: CacheState, block: jax.Array, unit: jax.Array, ok: jax.Array) -> CacheState:
+    """Drop the unit-th key of a block, if it has one."""
+    place = read_first(lambda state: state.blocks[block, PLACES + unit] - 1, state)
+    ok &= place >= 0
+    entries = state.entries.at[jnp.where(ok, place, state.entries.shape[0])].set(np.uint32(0), mode="drop")
+    blocks = state.blocks.at[jnp.where(ok, block, state.blocks.shape[0]), PLACES + unit].set(0, mode="drop")
     return state._replace(entries=entries, blocks=blocks)
 
 
 def remove_blocks(state: CacheState, blocks: jax.Array) -> CacheState:
     """Drop every key of the given blocks (int32[n], 0: none) and remember them as evicted."""
-    places = jnp.where(blocks[:, None] > 0, state.blocks[blocks, PLACES:], 0).reshape(-1) - 1
     outside = state.entries.shape[0]
-    keys = state.entries[jnp.maximum(places, 0), :2]
+
+    def read(state):
+        places = jnp.where(blocks[:, None] > 0, state.blocks[blocks, PLACES:], 0).reshape(-1) - 1
+        return places, state.entries[jnp.maximum(places, 0), :2]
+
+    places, keys = read_first(read, state)
+    keyed = (places.reshape(blocks.shape[0], -1) >= 0).any(-1)
     ghost_at = jnp.where(places >= 0, (keys[:, 0] % np.uint32(state.ghosts.shape[0])).astype(jnp.int32), outside)
     return state._replace(
         ghosts=state.ghosts.at[ghost_at].set(keys[:, 1] | np.uint32(1), mode="drop"),
         entries=state.entries.at[jnp.where(places >= 0, places, outside)].set(np.uint32(0), mode="drop"),
-        blocks=state.blocks.at[jnp.where(blocks > 0, blocks, state.blocks.shape[0]), PLACES:].set(0, mode="drop"),
+        blocks=state.blocks.at[jnp.where(keyed, blocks, state.blocks.shape[0]), PLACES:].set(0, mode="drop"),
     )
 
 

@@ -1,10 +1,13 @@
 """The longest prefix that every group can serve.
 
-Append-only groups are downward closed: if they serve n tokens they serve every shorter prefix, at
-any hash unit, because rows never change and every filed unit has a key of its own. Recurrent groups
-serve exactly the lengths at which a state was filed. So the longest common hit is the longest
-length that all states share and that lies within what the append-only groups hold: one pass, no
+Append-only groups are downward closed: if they serve n tokens they serve every shorter prefix, at any hash unit,
+because rows never change and every filed unit has a key of its own. Windowed groups serve a length if the units that
+its next token reads are filed, recurrent groups exactly the lengths at which a state was filed. So the longest
+common hit is the longest length that all of the latter share within what the append-only groups hold: one pass, no
 fixed point, and it is maximal.
+
+Content that a step in flight writes can be shared, but not copied from, and its states cannot be read: a request whose
+hit would need that waits.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import jax.numpy as jnp
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import CacheState
+from hybrid_kv.cache.state import JUNCTIONS, CacheState
+from hybrid_kv.geometry import GroupGeometry, GroupKind
 
 SKIP_READ, SALTED = 1, 2
 
@@ -25,16 +29,19 @@ SKIP_READ, SALTED = 1, 2
 class Hit(NamedTuple):
     """Outcome of a lookup; lengths in tokens.
 
-    hit: tokens served, a multiple of the hash unit, at most known - 1. junction: how far the
-    append-only groups reach beyond it (0: no further). reason: `Reason` of what was not served.
-    tables: i32[C] blocks of the append-only groups, columns side by side (0: none beyond the hit);
-    where the hit ends inside a block that column holds the block to copy from.
-    states: i32[number of recurrent groups] the state at the hit (0 at hit 0).
+    hit: tokens served, a multiple of the hit unit, at most known - 1. junction: how far the append-only groups
+    reach beyond it (0: no further). shared: i32[J] boundaries beyond the hit where others have parted, the
+    deepest first (0: none). reason: `Reason` of what was not served. wait: a longer hit exists once the step in
+    flight is done. tables: i32[C] blocks of the groups with tables, columns side by side (0: none); where the hit
+    ends inside a block that column holds the block to copy from. states: i32[number of recurrent groups] the state
+    at the hit (0 at hit 0).
     """
 
     hit: jax.Array
     junction: jax.Array
+    shared: jax.Array
     reason: jax.Array
+    wait: jax.Array
     tables: jax.Array
     states: jax.Array
 
@@ -42,8 +49,28 @@ class Hit(NamedTuple):
 def no_hit(config: CacheConfig) -> Hit:
     """What a lookup that finds nothing returns, without its reason."""
     none = jnp.int32(0)
-    tables = jnp.zeros((max(sum(config.columns), 1),), jnp.int32)
-    return Hit(none, none, none, tables, jnp.zeros((len(config.geometry.recurrent),), jnp.int32))
+    return Hit(
+        none,
+        none,
+        jnp.zeros((config.placement.junctions,), jnp.int32),
+        none,
+        jnp.zeros((), bool),
+        jnp.zeros((max(sum(config.columns), 1),), jnp.int32),
+        jnp.zeros((len(config.geometry.recurrent),), jnp.int32),
+    )
+
+
+def window_start(group: GroupGeometry, length: jax.Array) -> jax.Array:
+    """First position of a windowed group that the token at `length` reads."""
+    window = group.spec.window
+    if group.kind is GroupKind.CHUNKED_LOCAL:
+        return length // window * window
+    return jnp.maximum(length - window + 1, 0)
+
+
+def named_units(config: CacheConfig, known: jax.Array) -> jax.Array:
+    """Leading units of `known` tokens that have a key."""
+    return jnp.maximum(known - config.lookahead, 0) // config.unit
 
 
 def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.Array, flags: jax.Array) -> Hit:
@@ -52,71 +79,150 @@ def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.A
     keys: uint32[U, 4] hash chain. known: tokens of the request. flags: SKIP_READ, SALTED.
     """
     geometry, unit = config.geometry, config.unit
-    cap = jnp.maximum(known - 1, 0) // unit
+    cap = jnp.minimum(jnp.maximum(known - 1, 0) // unit, named_units(config, known) - config.longest_lag)
+    cap = jnp.maximum(cap, 0)
     lane = jnp.arange(config.units, dtype=jnp.int32)
-    within = lane < cap
-    reachable, tables = cap, []
-    for position, group in enumerate(geometry.attention):
-        found = jnp.where(within, index.find(state.entries, index.tag(keys, group)), 0)
-        depth, blocks = _append_only(found, config.units_per_block(group), config.columns[position])
-        reachable = jnp.minimum(reachable, depth)
-        tables.append((blocks, config.units_per_block(group)))
-    serves = lane < reachable
-    found_states = []
-    for group in geometry.recurrent:
-        found = jnp.where(within, index.find(state.entries, index.tag(keys, group)), 0)
-        found_states.append(found)
-        serves &= found > 0
-    units = jnp.where(serves, lane + 1, 0).max(initial=0)
-    reachable = reachable if geometry.attention else units
+    blocks, pending, forked = [], [], jnp.zeros((config.units,), bool)
+    for group in range(len(geometry.groups)):
+        found = index.find(state.entries, index.tag(jnp.roll(keys, -config.lag(group), 0), group))
+        block = jnp.where(lane < cap, found.block, 0)
+        blocks.append(block)
+        pending.append(index.pending(state, block, lane % config.units_per_block(group)))
+        if geometry.attention and group == geometry.attention[0]:
+            forked = found.forked
+    soon_blocks, pending = jnp.stack(blocks), jnp.stack(pending)
+    both = jnp.stack([jnp.where(pending, 0, soon_blocks), soon_blocks])
+    (now, soon), (reach_now, reach_soon) = jax.vmap(lambda found: _longest(config, found, cap))(both)
+    better = soon > now
+    last = jnp.maximum(soon - 1, 0)
+    wait = jnp.zeros((), bool)
+    for group in range(len(geometry.groups)):
+        if group in geometry.recurrent:
+            wait |= better & pending[group, last]
+        else:
+            within = soon % config.units_per_block(group)
+            wait |= better & (_tail(config, group, both[0, group], soon)[0] < within)
+    use = better & ~wait
+    units = jnp.where(use, soon, now)
+    reach = jnp.maximum(reach_now, reach_soon)
     skipped = jnp.asarray(not config.prefix_caching) | (flags & SKIP_READ > 0)
-    units, reachable = jnp.where(skipped, 0, units), jnp.where(skipped, 0, reachable)
-    last = jnp.maximum(units - 1, 0)
-    columns = [
-        jnp.where(jnp.arange(blocks.shape[0]) < -(-units // per_block), blocks, 0) for blocks, per_block in tables
-    ]
+    units, reach, wait = jnp.where(skipped, 0, units), jnp.where(skipped, 0, reach), wait & ~skipped
+    chosen = jnp.where(use, both[1], both[0])
+    tables = [_table(config, group, chosen[group], both[0, group], units) for group in geometry.paged]
+    states = [jnp.where(units > 0, chosen[group, jnp.maximum(units - 1, 0)], 0) for group in geometry.recurrent]
     return Hit(
         hit=units * unit,
-        junction=jnp.where(reachable > units, reachable * unit, 0),
-        reason=_reason(config, state, keys, cap, reachable, units, flags),
-        tables=jnp.concatenate(columns) if columns else jnp.zeros((1,), jnp.int32),
-        states=jnp.stack([jnp.where(units > 0, f[last], 0) for f in found_states])
-        if found_states
-        else jnp.zeros((0,), jnp.int32),
+        junction=jnp.where(reach > units, reach * unit, 0),
+        shared=_shared(config, state, forked, units, reach),
+        reason=_reason(config, state, keys, cap, reach, units, flags),
+        wait=wait,
+        tables=jnp.concatenate(tables) if tables else jnp.zeros((1,), jnp.int32),
+        states=jnp.stack(states) if states else jnp.zeros((0,), jnp.int32),
     )
 
 
-def _append_only(found: jax.Array, per_block: int, columns: int):
-    """Units served by one append-only group and the block of every column: (i32, i32[C]).
+def _longest(config: CacheConfig, blocks: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Units that all groups serve, and how far the append-only ones alone reach.
 
-    found: i32[U] block of every unit's key. Whole blocks must be there from the left without a
-    hole; the first column that is not whole adds its furthest filed unit.
+    blocks: i32[groups, U] block of every unit (0: none). Without an append-only group the first group says how much of
+    the prefix others have shared.
     """
-    padded = jnp.zeros((columns * per_block,), jnp.int32)
-    padded = padded.at[: found.shape[0]].set(found).reshape(columns, per_block)
-    whole = padded[:, -1] > 0
+    geometry = config.geometry
+    lane = jnp.arange(config.units, dtype=jnp.int32)
+    ends = (lane + 1) % (geometry.hit_unit // config.unit) == 0
+    reach = cap
+    for group in geometry.attention:
+        reach = jnp.minimum(reach, _append_only(config, group, blocks[group]))
+    serves = ends & (lane < reach)
+    for group, geometry_of in enumerate(geometry.groups):
+        if geometry_of.kind is GroupKind.RECURRENT:
+            serves &= blocks[group] > 0
+        elif geometry_of.kind.windowed:
+            missing = jax.lax.cummax(jnp.where(blocks[group] > 0, -1, lane))
+            serves &= missing < window_start(geometry_of, (lane + 1) * config.unit) // config.unit
+        if not geometry.attention and group == 0:
+            reach = jnp.where(serves, lane + 1, 0).max(initial=0)
+    units = jnp.where(serves, lane + 1, 0).max(initial=0)
+    return units, jnp.maximum(reach, units)
+
+
+def _by_column(config: CacheConfig, group: int, blocks: jax.Array) -> jax.Array:
+    """i32[U] -> i32[columns, units per block]."""
+    per_block = config.units_per_block(group)
+    columns = config.columns[config.geometry.paged.index(group)]
+    return jnp.zeros((columns * per_block,), jnp.int32).at[: config.units].set(blocks).reshape(columns, per_block)
+
+
+def _append_only(config: CacheConfig, group: int, blocks: jax.Array) -> jax.Array:
+    """Units served by one append-only group. blocks: i32[U] block of every unit's key.
+
+    Whole blocks must be there from the left without a hole; the first column that is not whole adds its furthest
+    filed unit, since that block holds all before it as well.
+    """
+    by_column = _by_column(config, group, blocks)
+    columns, per_block = by_column.shape
+    whole = by_column[:, -1] > 0
     full = jnp.where(whole.all(), columns, jnp.argmin(whole)).astype(jnp.int32)
-    tail = padded[jnp.minimum(full, columns - 1)]
-    reach = jnp.where(tail > 0, jnp.arange(1, per_block + 1), 0).max()
-    reach = jnp.where(full < columns, reach, 0).astype(jnp.int32)
+    reach, _ = _tail(config, group, blocks, full * per_block)
+    return full * per_block + jnp.where(full < columns, reach, 0)
+
+
+def _tail(config: CacheConfig, group: int, blocks: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Furthest filed unit, counted from 1, of the column that unit number `units` lies in, and its block."""
+    by_column = _by_column(config, group, blocks)
+    columns, per_block = by_column.shape
+    tail = by_column[jnp.minimum(units // per_block, columns - 1)]
+    reach = jnp.where(tail > 0, jnp.arange(1, per_block + 1, dtype=jnp.int32), 0).max()
+    return reach, tail[jnp.maximum(reach - 1, 0)]
+
+
+def _table(config: CacheConfig, group: int, blocks: jax.Array, ready: jax.Array, units: jax.Array) -> jax.Array:
+    """Blocks that serve `units` units of a group with a table: i32[columns].
+
+    ready: i32[U] those of `blocks` whose content is written; the block that the hit ends in is one of them.
+    """
+    geometry = config.group(group)
+    by_column = _by_column(config, group, blocks)
+    columns, per_block = by_column.shape
     lane = jnp.arange(columns)
-    tail_block = tail[jnp.maximum(reach - 1, 0)]
-    blocks = jnp.where(lane < full, padded[:, -1], jnp.where((lane == full) & (reach > 0), tail_block, 0))
-    return full * per_block + reach, blocks
+    if geometry.kind.append_only:
+        _, source = _tail(config, group, ready, units)
+        whole = jnp.where(lane < units // per_block, by_column[:, -1], 0)
+        return jnp.where((lane == units // per_block) & (units % per_block > 0), source, whole)
+    last = jnp.minimum((lane + 1) * per_block, units) - 1
+    first = window_start(geometry, units * config.unit) // config.unit
+    found = jnp.take_along_axis(by_column, jnp.maximum(last - lane * per_block, 0)[:, None], 1)[:, 0]
+    return jnp.where((last >= first) & (last >= lane * per_block), found, 0)
+
+
+def _shared(config: CacheConfig, state: CacheState, forked: jax.Array, units: jax.Array, reach: jax.Array) -> jax.Array:
+    """Boundaries beyond the hit that other requests share: the deepest, then the last forks before it."""
+    most = config.placement.junctions
+    step = config.geometry.hit_unit // config.unit
+    end = jnp.arange(1, config.units + 1, dtype=jnp.int32)
+    fork = forked & (end > units) & (end < reach) & (end % step == 0)
+    rank = jnp.cumsum(fork[::-1].astype(jnp.int32))[::-1]
+    points = jnp.zeros((most,), jnp.int32)
+    points = points.at[jnp.where(fork, rank, most)].set(end * config.unit, mode="drop")
+    points = points.at[:1].set(jnp.where(reach > units, reach // step * step * config.unit, 0))
+    return jnp.where(jnp.arange(most) < state.policy[JUNCTIONS], points, 0)
 
 
 def _reason(config, state, keys, cap, reachable, units, flags):
     """Why nothing beyond `units` was served; see `Reason`."""
     geometry = config.geometry
-    ahead = jnp.zeros((), bool)
-    for group in geometry.attention:
-        ahead |= index.was_evicted(state, index.tag(keys[jnp.minimum(reachable, config.units - 1)], group))
-    at_junction = jnp.zeros((), bool)
-    for group in geometry.recurrent:
-        at_junction |= index.was_evicted(state, index.tag(keys[jnp.maximum(reachable - 1, 0)], group))
+    ahead, at_junction = jnp.zeros((), bool), jnp.zeros((), bool)
+    for group, geometry_of in enumerate(geometry.groups):
+        lag = config.lag(group)
+        if geometry_of.kind.append_only:
+            key = keys[jnp.minimum(reachable + lag, config.units - 1)]
+            ahead |= index.was_evicted(state, index.tag(key, group))
+        else:
+            at_junction |= index.was_evicted(state, index.tag(keys[jnp.maximum(reachable - 1, 0)], group))
+    most = cap // (geometry.hit_unit // config.unit) * (geometry.hit_unit // config.unit)
     salted = (flags & SALTED > 0) & (reachable == 0)
     reason = jnp.where(ahead, Reason.EVICTED, jnp.where(salted, Reason.SALT, Reason.COLD))
     reason = jnp.where(reachable > units, jnp.where(at_junction, Reason.EVICTED, Reason.NO_STATE), reason)
-    reason = jnp.where(units == cap, jnp.where(cap == 0, Reason.GRANULARITY, Reason.NONE), reason)
+    reason = jnp.where(units == most, jnp.where(most == 0, Reason.GRANULARITY, Reason.NONE), reason)
     reason = jnp.where(flags & SKIP_READ > 0, Reason.SKIPPED, reason)
     return (reason if config.prefix_caching else jnp.full((), int(Reason.CACHING_OFF))).astype(jnp.int32)

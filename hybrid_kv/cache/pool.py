@@ -2,7 +2,8 @@
 
 Free blocks without a key lie on a stack and are reused first, newest first. Free blocks with keys
 lie in a ring in the order they were released; touching one leaves a stale entry behind that is
-recognised by its stamp and skipped later. Every function takes and returns the whole state and is
+recognised by its stamp and skipped later. A rung of a ladder that nobody asked for goes to the ring's front, so it is
+taken before everything else that has a key. Every function takes and returns the whole state and is
 meant to be inlined in a jitted transition.
 """
 
@@ -10,21 +11,33 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
 from hybrid_kv.cache.state import (
+    BITS,
     CLOCK,
     EVICTED,
     FREE_BLOCKS,
     PLACES,
     REF,
+    REUSED,
     RING_HEAD,
     RING_TAIL,
+    SPARE,
     STACK_TOP,
     STAMP,
+    STATE,
     CacheState,
+    read_first,
 )
+
+# Free blocks enter a ring twice in one transition at most, so after compaction it holds no more than four entries per
+# block; a refresh may fill it up to here, which leaves room for the former.
+_REFRESH_ROOM = RING_FACTOR - 2
+# Reference, and neither stamp nor bits nor pending names.
+_TAKEN = np.array([1] + [0] * (PLACES - 1), np.int32)
 
 
 def free_blocks(state: CacheState, pool: int) -> jax.Array:
@@ -67,12 +80,14 @@ def take(
 
     head = state.pools[pool, RING_HEAD]
     ids, head, _ = jax.lax.while_loop(unfinished, scan_window, (ids, head, from_stack))
-    evicted = (jnp.where(ids > 0, state.blocks[ids, PLACES:].max(-1, initial=0), 0) > 0).sum(dtype=jnp.int32)
+    rows = read_first(lambda state: state.blocks[ids], state)
+    evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
+    ids = jnp.where(rows[:, REF] == 0, ids, 0)
     state = index.remove_blocks(state, jnp.where(lane < from_stack, 0, ids))
     row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])
     state = state._replace(
         pools=state.pools.at[pool].set(row),
-        blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), REF].set(1, mode="drop"),
+        blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), :PLACES].set(_TAKEN, mode="drop"),
         counters=state.counters.at[EVICTED].add(evicted),
     )
     return state, ids
@@ -84,10 +99,12 @@ def unreferenced(state: CacheState, ids: jax.Array) -> jax.Array:
 
 
 def touch(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
-    """Add one reference to every given distinct block of a pool (0: none)."""
-    woken = unreferenced(state, ids)
+    """Add one reference to every given distinct block of a pool (0: none): a hit is served from it."""
+    at = jnp.where(ids > 0, ids, config.total_blocks)
+    woken, rows = read_first(lambda state: (unreferenced(state, ids), state.blocks[ids]), state)
+    changed = jnp.stack([rows[:, REF] + 1, rows[:, BITS] & ~SPARE | REUSED], 1)
     return state._replace(
-        blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), REF].add(1, mode="drop"),
+        blocks=state.blocks.at[at[:, None], np.array([REF, BITS])].set(changed, mode="drop"),
         pools=state.pools.at[pool, FREE_BLOCKS].add(-woken),
     )
 
@@ -96,25 +113,32 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
     """Drop one reference of every given distinct block of a pool (0: none).
 
     Those reaching zero become free in the given order: without a key to the front of the reuse
-    order (the first given is reused first), with keys to its back.
+    order (the first given is reused first), with keys to its back, rungs that were never reused before all others
+    with keys.
     """
     first, capacity = config.pool_offset[pool], RING_FACTOR * config.pool_blocks[pool]
     ids = jnp.atleast_1d(ids)
-    rows = state.blocks[ids]
+    rows = read_first(lambda state: state.blocks[ids], state)
     freed = (ids > 0) & (rows[:, REF] == 1)
     keyed = freed & (rows[:, PLACES:].max(-1, initial=0) > 0)
     bare = freed & ~keyed
-    bare_count, keyed_count = bare.sum(dtype=jnp.int32), keyed.sum(dtype=jnp.int32)
-    top, tail = state.pools[pool, STACK_TOP], state.pools[pool, RING_TAIL]
+    spare = keyed & (rows[:, BITS] & SPARE > 0)
+    last = keyed & ~spare
+    bare_count, last_count, spare_count = (part.sum(dtype=jnp.int32) for part in (bare, last, spare))
+    keyed_count = last_count + spare_count
+    top, head, tail = (state.pools[pool, part] for part in (STACK_TOP, RING_HEAD, RING_TAIL))
     stack_at = first + top + bare_count - jnp.cumsum(bare.astype(jnp.int32))
     nth = jnp.cumsum(keyed.astype(jnp.int32)) - 1
-    ring_at = RING_FACTOR * first + (tail + nth) % capacity
+    place = jnp.where(spare, head - jnp.cumsum(spare.astype(jnp.int32)), tail + jnp.cumsum(last.astype(jnp.int32)) - 1)
+    ring_at = RING_FACTOR * first + place % capacity
     stamps = state.counters[CLOCK] + 1 + nth
     none_block, none_ring = config.total_blocks, state.ring.shape[0]
-    blocks = state.blocks.at[jnp.where(ids > 0, ids, none_block), REF].add(-1, mode="drop")
     # A keyless block forgets its stamp, or an entry from when it had keys would look live again.
-    blocks = blocks.at[jnp.where(freed, ids, none_block), STAMP].set(jnp.where(keyed, stamps, 0), mode="drop")
-    change = jnp.stack([bare_count, jnp.int32(0), keyed_count, bare_count + keyed_count])
+    stamped = jnp.where(freed, jnp.where(keyed, stamps, 0), rows[:, STAMP])
+    at = jnp.where(ids > 0, ids, none_block)
+    changed = jnp.stack([rows[:, REF] - 1, stamped], 1)
+    blocks = state.blocks.at[at[:, None], np.array([REF, STAMP])].set(changed, mode="drop")
+    change = jnp.stack([bare_count, -spare_count, last_count, bare_count + keyed_count])
     return state._replace(
         blocks=blocks,
         stack=state.stack.at[jnp.where(bare, stack_at, none_block)].set(ids, mode="drop"),
@@ -124,11 +148,57 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
     )
 
 
-def free_keyless(config: CacheConfig, state: CacheState, pool: int, block: jax.Array) -> CacheState:
+def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
+    """Count the given distinct blocks (0: none), where they are free and keyed, as used just now.
+
+    Rungs that were never reused stay where they are; and all do while the ring has no room to spare for this.
+    """
+    first, count = config.pool_offset[pool], config.pool_blocks[pool]
+    rows = read_first(lambda state: state.blocks[ids], state)
+    again = (ids > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & (rows[:, BITS] & SPARE == 0)
+    head, tail = state.pools[pool, RING_HEAD], state.pools[pool, RING_TAIL]
+    again &= tail - head + ids.shape[0] <= _REFRESH_ROOM * count
+    nth = jnp.cumsum(again.astype(jnp.int32)) - 1
+    stamps = state.counters[CLOCK] + 1 + nth
+    ring_at = jnp.where(again, RING_FACTOR * first + (tail + nth) % (RING_FACTOR * count), state.ring.shape[0])
+    added = again.sum(dtype=jnp.int32)
+    return state._replace(
+        blocks=state.blocks.at[jnp.where(again, ids, config.total_blocks), STAMP].set(stamps, mode="drop"),
+        ring=state.ring.at[ring_at].set(jnp.stack([ids, stamps], -1), mode="drop"),
+        pools=state.pools.at[pool, RING_TAIL].add(added),
+        counters=state.counters.at[CLOCK].add(added),
+    )
+
+
+def before_reused_state(config: CacheConfig, state: CacheState, pool: int, most: int) -> jax.Array:
+    """How many blocks, `most` at most, can be taken before a state that a hit was served from would be."""
+    first, capacity = config.pool_offset[pool], RING_FACTOR * config.pool_blocks[pool]
+    window = min(max(most, 8), capacity)
+    ahead = jnp.arange(window, dtype=jnp.int32)
+    tail = state.pools[pool, RING_TAIL]
+
+    def unfinished(carry):
+        head, got, met = carry
+        return ~met & (got < most) & (head < tail)
+
+    def scan_window(carry):
+        head, got, _ = carry
+        entries = state.ring[RING_FACTOR * first + (head + ahead) % capacity]
+        rows = state.blocks[entries[:, 0]]
+        live = (rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0) & (head + ahead < tail)
+        reused = live & (rows[:, BITS] & (STATE | REUSED) == STATE | REUSED)
+        got += (live & (jnp.cumsum(reused.astype(jnp.int32)) == 0)).sum(dtype=jnp.int32)
+        return head + window, got, reused.any()
+
+    start = (state.pools[pool, RING_HEAD], state.pools[pool, STACK_TOP], jnp.zeros((), bool))
+    return jnp.minimum(jax.lax.while_loop(unfinished, scan_window, start)[1], most)
+
+
+def free_keyless(config: CacheConfig, state: CacheState, pool: jax.Array, block: jax.Array) -> CacheState:
     """Move a free block (0: none) that has lost its last key from the ring to the stack."""
-    row = state.blocks[block]
+    row = read_first(lambda state: state.blocks[block], state)
     bare = (block > 0) & (row[REF] == 0) & (row[STAMP] > 0) & (row[PLACES:].max(initial=0) == 0)
-    top = config.pool_offset[pool] + state.pools[pool, STACK_TOP]
+    top = jnp.array(config.pool_offset, jnp.int32)[pool] + state.pools[pool, STACK_TOP]
     outside = config.total_blocks
     return state._replace(
         blocks=state.blocks.at[jnp.where(bare, block, outside), STAMP].set(0, mode="drop"),
@@ -138,7 +208,7 @@ def free_keyless(config: CacheConfig, state: CacheState, pool: int, block: jax.A
 
 
 def compact(config: CacheConfig, state: CacheState) -> CacheState:
-    """Drop stale ring entries of pools whose ring is more than half full; keep cursors small.
+    """Drop stale ring entries of pools whose ring holds more than two per block; keep cursors small.
 
     A block becomes free at most twice in one transition, so called at the head of each transition
     this keeps the ring from overrunning.
@@ -149,7 +219,7 @@ def compact(config: CacheConfig, state: CacheState) -> CacheState:
 
         def crowded(carry, pool=pool, capacity=capacity):
             pools, _ = carry
-            return pools[pool, RING_TAIL] - pools[pool, RING_HEAD] > capacity // 2
+            return pools[pool, RING_TAIL] - pools[pool, RING_HEAD] > 2 * (capacity // RING_FACTOR)
 
         def squeeze(carry, pool=pool, capacity=capacity, ring_first=ring_first, lane=lane):
             pools, ring = carry

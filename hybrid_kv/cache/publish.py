@@ -1,53 +1,133 @@
-"""Filing keys for content that a committed step has written."""
+"""Filing keys for content that a step has written, or is about to write."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.pool import free_keyless
-from hybrid_kv.cache.state import OVERFLOWED, PLACES, CacheState, RequestLayout, layout
+from hybrid_kv.cache.state import (
+    BITS,
+    OVERFLOWED,
+    PENDING_FROM,
+    PENDING_STEP,
+    PLACES,
+    PLANNED,
+    SPARE,
+    STATE,
+    CacheState,
+    layout,
+    read_first,
+)
+
+
+def nameable_units(config: CacheConfig, requests: jax.Array, computed: jax.Array) -> jax.Array:
+    """Leading units that have content and a key, by request and group with a table: i32[R, paged]."""
+    named = named_units(config, requests[:, layout(config).KNOWN])
+    lags = jnp.array([config.lag(group) for group in config.geometry.paged], jnp.int32)
+    return jnp.maximum(jnp.minimum((computed // config.unit)[:, None], named[:, None] - lags), 0)
 
 
 def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
-    """File every hash unit that requests have computed since the last commit, in all append-only groups.
+    """File every hash unit that requests have computed since the last commit, in all groups with tables.
 
     Equal content is filed once. A later copy takes a key over unless it holds less of the block than
     the first: the longest copy owns the keys, among equals the one used last, so evicting an old copy
     never hides a newer one. Work grows with the number of new units only.
     """
-    fields = layout(config)
-    if not (config.prefix_caching and config.geometry.attention):
+    fields, geometry = layout(config), config.geometry
+    if not (config.prefix_caching and geometry.paged):
         return state
-    done = state.requests[:, fields.COMPUTED] // config.unit
-    fresh = jnp.maximum(done - state.requests[:, fields.PUBLISHED], 0)
+    filed = state.requests[:, fields.published]
+    done = jnp.maximum(nameable_units(config, state.requests, state.requests[:, fields.COMPUTED]), filed)
+
+    def file_unit(state, row, position, unit):
+        return _file_unit(config, state, row, position, unit, done[row, position], pending=False)
+
+    state = _for_units(config, filed, done, file_unit, state)
+    return state._replace(requests=state.requests.at[:, fields.published].set(done))
+
+
+def announce_units(config: CacheConfig, state: CacheState, row: jax.Array, end: jax.Array) -> CacheState:
+    """File the units that a planned chunk up to `end` tokens will have written as pending, where nobody has them."""
+    fields, geometry = layout(config), config.geometry
+    if not (config.prefix_caching and geometry.paged):
+        return state
+    request = state.requests[row][None]
+    filed = request[:, fields.published]
+    done = jnp.maximum(nameable_units(config, request, end[None]), filed)
+
+    def file_unit(state, _, position, unit):
+        return _file_unit(config, state, row, position, unit, done[0, position], pending=True)
+
+    return _for_units(config, filed, done, file_unit, state)
+
+
+def withdraw_units(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    """Drop the pending keys of a request's planned chunk: its content will not be filed."""
+    fields, geometry = layout(config), config.geometry
+    if not (config.prefix_caching and geometry.paged):
+        return state
+    request = state.requests[row][None]
+    filed = request[:, fields.published]
+    end = request[:, fields.COMPUTED] + request[:, fields.SCHEDULED]
+    done = jnp.where(request[:, fields.SCHEDULED, None] > 0, nameable_units(config, request, end), filed)
+    constants = _constants(config)
+
+    def forget_unit(state, _, position, unit):
+        _, pool, first, per_block, _ = (constant[position] for constant in constants)
+        block = state.tables[row, first + unit // per_block]
+        ok = index.pending(state, block, unit % per_block)
+        return free_keyless(config, index.forget(state, block, unit % per_block, ok), pool, block)
+
+    return _for_units(config, filed, done, forget_unit, state)
+
+
+def _for_units(config: CacheConfig, first: jax.Array, stop: jax.Array, body, state: CacheState) -> CacheState:
+    """Apply `body(state, row, position, unit)` to the units [first, stop) of every row and group with a table."""
+    fresh = jnp.maximum(stop - first, 0).reshape(-1)
     ends = jnp.cumsum(fresh)
+    groups = first.shape[1]
 
-    def file_unit(i, state):
-        row = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
-        unit = state.requests[row, fields.PUBLISHED] + i - (ends[row] - fresh[row])
-        for position, group in enumerate(config.geometry.attention):
-            per_block = config.units_per_block(group)
-            column = unit // per_block
-            block = state.tables[row, config.column_offset[position] + column]
-            covered = jnp.minimum(done[row] - column * per_block, per_block)
-            key = index.tag(state.keys[row, unit], group)
-            state = _file(config, state, config.group_pool[group], key, block, unit % per_block, covered)
-        return state
+    def one(i, state):
+        at = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
+        unit = first.reshape(-1)[at] + i - (ends[at] - fresh[at])
+        return body(state, at // groups, at % groups, unit)
 
-    state = jax.lax.fori_loop(0, ends[-1], file_unit, state)
-    published = jnp.maximum(done, state.requests[:, fields.PUBLISHED])
-    return state._replace(requests=state.requests.at[:, fields.PUBLISHED].set(published))
+    return jax.lax.fori_loop(0, ends[-1], one, state)
+
+
+def _file_unit(config: CacheConfig, state, row, position, unit, done, pending: bool) -> CacheState:
+    geometry = config.geometry
+    group, pool, first, per_block, lag = (constant[position] for constant in _constants(config))
+    column = unit // per_block
+    block = state.tables[row, first + column]
+    covered = jnp.minimum(done - column * per_block, per_block)
+    key = index.tag(state.keys[row, unit + lag], group)
+    state = _file(config, state, pool, key, block, unit % per_block, covered, pending)
+    if geometry.attention:
+        parent = index.tag(state.keys[row, jnp.maximum(unit + lag - 1, 0)], group)
+        state = index.note_child(state, parent, key, (unit > 0) & (group == geometry.attention[0]))
+    return state
 
 
 def publish_state(
-    config: CacheConfig, state: CacheState, row: jax.Array, length: jax.Array, slots: jax.Array
+    config: CacheConfig,
+    state: CacheState,
+    row: jax.Array,
+    length: jax.Array,
+    slots: jax.Array,
+    rung: jax.Array,
+    pending: bool = False,
 ) -> CacheState:
     """File a recurrent state of `length` tokens of a request, one slot per recurrent group.
 
-    Nothing happens at length 0, or where the same prefix already has a state.
+    Nothing happens at length 0, or where the same prefix already has a state. rung: only a ladder asks for it.
+    pending: a step in flight writes it.
     """
     if not config.prefix_caching:
         return state
@@ -55,37 +135,84 @@ def publish_state(
     for position, group in enumerate(config.geometry.recurrent):
         slot = jnp.where(length > 0, slots[position], 0)
         key = index.tag(state.keys[row, unit], group)
-        state = _file(config, state, config.group_pool[group], key, slot, jnp.int32(0), jnp.int32(0))
+        zero = jnp.int32(0)
+        state = _file(config, state, jnp.int32(config.group_pool[group]), key, slot, zero, zero, pending)
+        bits = STATE + SPARE * rung.astype(jnp.int32)
+        at = jnp.where(slot > 0, slot, config.total_blocks)
+        state = state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
     return state
 
 
+def withdraw_states(config: CacheConfig, state: CacheState, slots: jax.Array) -> CacheState:
+    """Drop the pending keys of states that will not be written: i32[n] slots, 0: none."""
+    if not slots.size:
+        return state
+
+    def forget(i, state):
+        zero = jnp.int32(0)
+        return index.forget(state, slots[i], zero, index.pending(state, slots[i], zero))
+
+    return jax.lax.fori_loop(0, slots.shape[0], forget, state)
+
+
 def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """File the state of the last hash boundary of the generated text, if the request holds one.
+    """File the state of the last hit boundary of the generated text, if the request holds one.
 
     Not while a step in flight overwrites the slot: what it holds is then settled by nobody.
     """
-    fields: RequestLayout = layout(config)
+    fields = layout(config)
     request = state.requests[row]
-    length = jnp.where(request[fields.EMIT_TURN] > 0, 0, request[fields.TURN])
-    return publish_state(config, state, row, length, request[fields.turn_slot])
+    named = (named_units(config, request[fields.KNOWN]) - config.longest_lag) * config.unit
+    settled = (request[fields.EMIT_TURN] == 0) & (request[fields.TURN] <= named)
+    length = jnp.where(settled, request[fields.TURN], 0)
+    return publish_state(config, state, row, length, request[fields.turn_slot], jnp.zeros((), bool))
+
+
+def _constants(config: CacheConfig) -> tuple[jax.Array, ...]:
+    """By group with a table: group, pool, first column, units of a block, lag."""
+    groups = config.geometry.paged
+    columns = (
+        groups,
+        [config.group_pool[group] for group in groups],
+        config.column_offset,
+        [config.units_per_block(group) for group in groups],
+        [config.lag(group) for group in groups],
+    )
+    return tuple(jnp.asarray(np.array(column, np.int32)) for column in columns)
 
 
 def _file(
     config: CacheConfig,
     state: CacheState,
-    pool: int,
+    pool: jax.Array,
     key: jax.Array,
     block: jax.Array,
     unit: jax.Array,
     covered: jax.Array,
+    pending: bool,
 ) -> CacheState:
-    """File one key as the unit-th of `block` (0: nothing) unless another block holds more units."""
-    found = index.locate(state.entries, key)
+    """File one key as the unit-th of `block` (0: nothing) unless another block holds more units.
+
+    pending: the content is not written yet; then it takes over nothing.
+    """
     units = jnp.arange(1, state.blocks.shape[1] - PLACES + 1, dtype=jnp.int32)
-    held = jnp.where(state.blocks[found.block, PLACES:] > 0, units, 0).max()
-    better = (found.block == 0) | ((found.block != block) & (covered >= held))
+
+    def read(state):
+        found = index.locate(state.entries, key)
+        held = jnp.where(state.blocks[found.block, PLACES:] > 0, units, 0).max()
+        better = found.block == 0
+        if not pending:
+            better |= (found.block != block) & (covered >= held)
+        first = state.blocks[block, PENDING_STEP] != state.counters[PLANNED]
+        return found, (block > 0) & (found.place >= 0) & better, first
+
+    found, ok, first = read_first(read, state)
     full = (block > 0) & (found.place < 0)
     state = state._replace(counters=state.counters.at[OVERFLOWED].add(full.astype(jnp.int32)))
-    ok = (block > 0) & (found.place >= 0) & better
     state = index.put(state, key, found.place, block, unit, ok)
-    return free_keyless(config, state, pool, jnp.where(ok, found.block, 0))
+    if not pending:
+        return free_keyless(config, state, pool, jnp.where(ok, found.block, 0))
+    planned = state.counters[PLANNED]
+    at = jnp.where(ok & first, block, config.total_blocks)
+    columns = jnp.array([PENDING_STEP, PENDING_FROM])
+    return state._replace(blocks=state.blocks.at[at, columns].set(jnp.stack([planned, unit]), mode="drop"))

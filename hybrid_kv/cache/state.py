@@ -10,17 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
+from hybrid_kv.cache.config import RING_FACTOR, CacheConfig, Placement
 from hybrid_kv.hashing import KEY_WORDS
 
 FREE, WAITING, RUNNING = 0, 1, 2
 
 # Columns of `CacheState.blocks`; the index places of the block's keys follow (0: none).
-REF, STAMP, PLACES = 0, 1, 2
+REF, STAMP, BITS, PENDING_STEP, PENDING_FROM, PLACES = 0, 1, 2, 3, 4, 5
+# `BITS`: content worth finding after it left its window; a hit was served from it; a state; a rung of a ladder.
+KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
+# Columns of `CacheState.entries` behind the key.
+OWNER, CHILD, ENTRY_WORDS = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
 # Rows of `CacheState.pools`.
 STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS = 0, 1, 2, 3
-# Entries of `CacheState.counters`.
-CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ, N_COUNTERS = 0, 1, 2, 3, 4, 5, 6
+# Entries of `CacheState.counters`. PLANNED, DONE: steps planned, and committed or withdrawn. SHORT: the last step had
+# work that found no blocks.
+CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ, PLANNED, DONE, SHORT, N_COUNTERS = range(10)
+# Entries of `CacheState.policy`; the ladder follows.
+TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS, LADDER = range(6)
 
 
 class CacheState(NamedTuple):
@@ -28,16 +35,19 @@ class CacheState(NamedTuple):
 
     requests i32[R, F]     one row per request slot, columns named by `RequestLayout`
     keys     u32[R, U, 4]  hash chain of the known tokens of every request
-    tables   i32[R, C]     block ids of the append-only groups, their columns side by side; ids count
+    tables   i32[R, C]     block ids of the groups that have tables, their columns side by side; ids count
                            through all pools, 0 is none
-    blocks   i32[B, 2 + K] references, stamp of the last release, index places of the keys
-    entries  u32[I, 5]     the prefix index, buckets of eight: key tagged with its group, block id (0: empty)
+    blocks   i32[B, 5 + K] references, stamp of the last release, `KEPT` and other bits, the step that names units
+                           of this block from which unit on, index places of the keys
+    entries  u32[I, 6]     the prefix index, buckets of eight: key tagged with its group, block id (0: empty), mark
+                           of the unit that was filed behind this one (`FORKED`: of several)
     ghosts   u32[J]        fingerprints of evicted keys, direct mapped
     stack    i32[B]        free blocks without a key, per pool, last in first out
     ring     i32[4B, 2]    free blocks with keys, per pool, least recently released first;
                            (block, stamp), entries whose stamp is not the block's are stale
     pools    i32[P, 4]     stack top, ring head, ring tail, free blocks
-    counters i32[6]        clock and totals
+    counters i32[9]        clock and totals
+    policy   i32[5 + L]    `Placement` as data
     """
 
     requests: jax.Array
@@ -50,41 +60,51 @@ class CacheState(NamedTuple):
     ring: jax.Array
     pools: jax.Array
     counters: jax.Array
+    policy: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestLayout:
-    """Columns of a request row. Positions and lengths in tokens, cursors in hash units.
+    """Columns of a request row. Positions and lengths in tokens, cursors in hash units or table columns.
 
     status, seq (order of arrival), prompt, known (prompt and answer), computed (committed),
-    scheduled (in flight), flags (1: skip the cache, 2: salted), hit, junction, reason,
-    published (units of this request already filed), preemptions, turn (length the turn-end state
-    holds; 0: none), emit_turn (length the turn-end state is overwritten with in this step),
-    admitted (no step since its admission is committed).
-    Then per append-only group: columns in use and the source of a pending copy-on-write; per
-    recurrent group: running, read and turn-end slot; the wanted boundaries; the emissions of
-    the step in flight: positions, then a slot for each recurrent group.
+    scheduled (in flight, drafts included), flags (1: skip the cache, 2: salted), hit, junction, reason,
+    preemptions, turn (length the turn-end state holds; 0: none), emit_turn (last boundary the step may
+    overwrite it with), admitted (no step since its admission is committed), priority, drafts (proposed for the
+    next step), verifying (of the scheduled tokens).
+    Then per group with a table: columns in use, source of a pending copy-on-write, units filed, first column that a
+    window has not left; per recurrent group: running, read and turn-end slot; the points of the request; the
+    emissions of the step in flight: positions, then a slot for each recurrent group.
     """
 
-    attention: int
+    paged: int
     recurrent: int
     wanted: int
+    emissions: int
 
-    STATUS, SEQ, PROMPT, KNOWN, COMPUTED, SCHEDULED, FLAGS = range(7)
-    HIT, JUNCTION, REASON, PUBLISHED, PREEMPTIONS, TURN, EMIT_TURN, ADMITTED = range(7, 15)
-    _FIRST = 15
+    STATUS, SEQ, PROMPT, KNOWN, COMPUTED, SCHEDULED, FLAGS, HIT, JUNCTION, REASON = range(10)
+    PREEMPTIONS, TURN, EMIT_TURN, ADMITTED, PRIORITY, DRAFTS, VERIFYING = range(10, 17)
+    _FIRST = 17
 
     @property
     def columns(self) -> slice:
-        return slice(self._FIRST, self._FIRST + self.attention)
+        return slice(self._FIRST, self._FIRST + self.paged)
 
     @property
     def copy_source(self) -> slice:
-        return slice(self.columns.stop, self.columns.stop + self.attention)
+        return slice(self.columns.stop, self.columns.stop + self.paged)
+
+    @property
+    def published(self) -> slice:
+        return slice(self.copy_source.stop, self.copy_source.stop + self.paged)
+
+    @property
+    def left(self) -> slice:
+        return slice(self.published.stop, self.published.stop + self.paged)
 
     @property
     def running(self) -> slice:
-        return slice(self.copy_source.stop, self.copy_source.stop + self.recurrent)
+        return slice(self.left.stop, self.left.stop + self.recurrent)
 
     @property
     def read(self) -> slice:
@@ -95,27 +115,48 @@ class RequestLayout:
         return slice(self.read.stop, self.read.stop + self.recurrent)
 
     @property
-    def boundaries(self) -> slice:
+    def points(self) -> slice:
         return slice(self.turn_slot.stop, self.turn_slot.stop + self.wanted)
 
     @property
     def emit_position(self) -> slice:
-        return slice(self.boundaries.stop, self.boundaries.stop + self.wanted)
+        return slice(self.points.stop, self.points.stop + self.emissions)
 
     @property
     def emit_slot(self) -> slice:
-        """[wanted, recurrent] flattened."""
-        return slice(self.emit_position.stop, self.emit_position.stop + self.wanted * self.recurrent)
+        """[emissions, recurrent] flattened."""
+        return slice(self.emit_position.stop, self.emit_position.stop + self.emissions * self.recurrent)
 
     @property
     def size(self) -> int:
         return self.emit_slot.stop
 
 
+def read_first(read, state: CacheState):
+    """`read(state)`, and sure to have been read before the state is written.
+
+    The compiler likes to repeat a small read where its result is used; if the array has been written by then, it makes
+    a copy of the whole array for that. It cannot look through a loop, and does not know that this one has one round.
+    """
+    nothing = jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), jax.eval_shape(read, state))
+    once = (state.counters[CLOCK] >= 0).astype(jnp.int32)
+    return jax.lax.fori_loop(0, once, lambda _, __: read(state), nothing)
+
+
 @functools.cache
 def layout(config: CacheConfig) -> RequestLayout:
     """The request columns of a configuration."""
-    return RequestLayout(len(config.geometry.attention), len(config.geometry.recurrent), config.wanted)
+    geometry = config.geometry
+    return RequestLayout(len(geometry.paged), len(geometry.recurrent), config.wanted, config.emissions)
+
+
+def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
+    """A placement as the data the transitions read: i32[5 + L]. Raises UserError if there is no room for it."""
+    config.check_placement(placement)
+    keep = int(placement.retention is None)
+    head = (placement.tail, placement.turn_end, placement.junctions, config.interval(placement), keep)
+    ladder = sorted(placement.ladder) + [0] * (len(config.placement.ladder) - len(placement.ladder))
+    return np.array([*head, *ladder], np.int32)
 
 
 def initial_state(config: CacheConfig) -> CacheState:
@@ -131,10 +172,11 @@ def initial_state(config: CacheConfig) -> CacheState:
         keys=jnp.zeros((config.max_requests, config.units, KEY_WORDS), jnp.uint32),
         tables=jnp.zeros((config.max_requests, max(sum(config.columns), 1)), jnp.int32),
         blocks=jnp.zeros((config.total_blocks, PLACES + config.max_units_per_block), jnp.int32),
-        entries=jnp.zeros((places, KEY_WORDS + 1), jnp.uint32),
+        entries=jnp.zeros((places, ENTRY_WORDS), jnp.uint32),
         ghosts=jnp.zeros((places,), jnp.uint32),
         stack=jnp.asarray(stack),
         ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),
         pools=jnp.asarray(pools),
         counters=jnp.zeros((N_COUNTERS,), jnp.int32),
+        policy=jnp.asarray(policy_of(config, config.placement)),
     )

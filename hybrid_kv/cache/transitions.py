@@ -1,4 +1,4 @@
-"""Pure transitions of the cache state: arrive, commit, withdraw, abort, reset.
+"""Pure transitions of the cache state: arrive, commit, propose, withdraw, abort, reset.
 
 Each takes (config, state, ...) and returns a new state; a transition that cannot be made returns
 the state it was given and says so. `hybrid_kv.schedule` adds the one that plans a step.
@@ -12,10 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import pool
+from hybrid_kv.cache import index, pool
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.publish import publish_state, publish_turn_end, publish_units
-from hybrid_kv.cache.state import FREE, NEXT_SEQ, PREEMPTED, WAITING, CacheState, RequestLayout, initial_state, layout
+from hybrid_kv.cache.lookup import named_units
+from hybrid_kv.cache.publish import (
+    publish_turn_end,
+    publish_units,
+    withdraw_states,
+    withdraw_units,
+)
+from hybrid_kv.cache.state import (
+    DONE,
+    FREE,
+    NEXT_SEQ,
+    PLANNED,
+    PREEMPTED,
+    WAITING,
+    CacheState,
+    initial_state,
+    layout,
+)
+from hybrid_kv.cache.windows import leave_windows, part
 
 # On the host or on a device.
 Ints = jax.Array | np.ndarray
@@ -24,8 +41,9 @@ Ints = jax.Array | np.ndarray
 class Outcome(NamedTuple):
     """What the device and the sampler made of a step, by request slot.
 
-    produced i32[R]: tokens appended. finished bool[R]: the request ends with this step.
-    unit_keys u32[R, A, 4]: keys of the hash units that the appended tokens complete, in order.
+    produced i32[R]: tokens appended; a row that verified drafts keeps one less of them. finished bool[R]: the request
+    ends with this step. unit_keys u32[R, A, 4]: keys of the hash units that the appended tokens complete, in order.
+    drafts i32[R]: draft tokens to verify in the next step.
     """
 
     produced: Ints
@@ -39,20 +57,26 @@ def keys_per_append(config: CacheConfig) -> int:
 
 
 def arrive(
-    config: CacheConfig, state: CacheState, prompt: jax.Array, flags: jax.Array, keys: jax.Array
+    config: CacheConfig,
+    state: CacheState,
+    prompt: jax.Array,
+    flags: jax.Array,
+    keys: jax.Array,
+    priority: jax.Array | int = 0,
 ) -> tuple[CacheState, jax.Array]:
     """Queue a request: (state, slot), slot -1 and the same state if all slots are taken.
 
-    prompt: tokens. flags: `lookup.SKIP_READ`, `lookup.SALTED`. keys: uint32[U, 4] of its whole units.
+    prompt: tokens. flags: `lookup.SKIP_READ`, `lookup.SALTED`. keys: uint32[U, 4] of its whole units. priority: see
+    `CacheConfig.priority`.
     """
     fields = layout(config)
     status = state.requests[:, fields.STATUS]
     free = (status == FREE).any()
     slot = jnp.argmax(status == FREE).astype(jnp.int32)
     row = jnp.zeros((fields.size,), jnp.int32)
-    row = row.at[jnp.array([fields.STATUS, fields.SEQ, fields.PROMPT, fields.KNOWN, fields.FLAGS])].set(
-        jnp.stack([jnp.int32(WAITING), state.counters[NEXT_SEQ], prompt, prompt, flags]).astype(jnp.int32)
-    )
+    names = (fields.STATUS, fields.SEQ, fields.PROMPT, fields.KNOWN, fields.FLAGS, fields.PRIORITY)
+    values = (jnp.int32(WAITING), state.counters[NEXT_SEQ], prompt, prompt, flags, jnp.asarray(priority))
+    row = row.at[jnp.array(names)].set(jnp.stack([jnp.asarray(value, jnp.int32) for value in values]))
     at = jnp.where(free, slot, config.max_requests)
     state = state._replace(
         requests=state.requests.at[at].set(row, mode="drop"),
@@ -70,33 +94,65 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
     fields = layout(config)
     state = pool.compact(config, state)
     requests = state.requests
-    scheduled = requests[:, fields.SCHEDULED]
-    emit_turn = requests[:, fields.EMIT_TURN]
-    requests = requests.at[:, fields.COMPUTED].add(scheduled).at[:, fields.SCHEDULED].set(0)
-    requests = requests.at[:, fields.TURN].set(jnp.where(emit_turn > 0, emit_turn, requests[:, fields.TURN]))
-    requests = requests.at[:, fields.EMIT_TURN].set(0)
-    requests = requests.at[:, fields.ADMITTED].set(jnp.where(scheduled > 0, 0, requests[:, fields.ADMITTED]))
-    state = publish_units(config, state._replace(requests=requests))
-    pinned = (scheduled > 0) & (
+    scheduled, verified = requests[:, fields.SCHEDULED], requests[:, fields.VERIFYING]
+    start = requests[:, fields.COMPUTED]
+    kept = scheduled - verified + jnp.where(verified > 0, jnp.maximum(outcome.produced - 1, 0), 0)
+    computed = start + kept
+    step = config.geometry.hit_unit
+    boundary = jnp.minimum(computed, requests[:, fields.EMIT_TURN]) // step * step
+    turn = jnp.where((requests[:, fields.EMIT_TURN] > 0) & (boundary > start), boundary, requests[:, fields.TURN])
+    ran = scheduled > 0
+    columns = jnp.array(
+        [
+            fields.COMPUTED,
+            fields.SCHEDULED,
+            fields.VERIFYING,
+            fields.TURN,
+            fields.EMIT_TURN,
+            fields.ADMITTED,
+            fields.DRAFTS,
+        ]
+    )
+    admitted = jnp.where(ran, 0, requests[:, fields.ADMITTED])
+    none = jnp.zeros_like(computed)
+    requests = requests.at[:, columns].set(jnp.stack([computed, none, none, turn, none, admitted, none], 1))
+    counters = state.counters.at[DONE].set(state.counters[PLANNED])
+    state = _append(config, state._replace(requests=requests, counters=counters), outcome)
+    state = publish_units(config, state)
+    pinned = ran & (
         (requests[:, fields.emit_position] > 0).any(1)
         | (requests[:, fields.read] > 0).any(1)
         | (requests[:, fields.copy_source] > 0).any(1)
     )
     state = _for_rows(config, pinned, _settle, state)
-    state = _append(config, state, outcome)
-    return _for_rows(config, jnp.asarray(outcome.finished), _end, state)
+    state = leave_windows(config, state, ran)
+    return _for_rows(config, jnp.asarray(outcome.finished), release_request, state)
+
+
+def propose(config: CacheConfig, state: CacheState, drafts: jax.Array) -> CacheState:
+    """Say how many draft tokens (i32[R], `max_drafts` at most) every request wants verified in its next row."""
+    drafts = jnp.clip(jnp.asarray(drafts, jnp.int32), 0, config.max_drafts)
+    return state._replace(requests=state.requests.at[:, layout(config).DRAFTS].set(drafts))
 
 
 def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     """Forget the step in flight: nothing it would have written is ever published.
 
-    Requests keep the blocks they were given; copies that were planned stay due.
+    Requests that ran before keep the blocks they were given; those admitted by this step wait again, since they may
+    share content that it would have written.
     """
     fields = layout(config)
-    emitting = (state.requests[:, fields.emit_position] > 0).any(1)
-    state = _for_rows(config, emitting, _drop_emissions, pool.compact(config, state))
-    requests = state.requests.at[:, fields.SCHEDULED].set(0).at[:, fields.EMIT_TURN].set(0)
-    return state._replace(requests=requests)
+
+    def forget(config, state, row):
+        admitted = state.requests[row, fields.ADMITTED]
+        state = _forget_plan(config, state, row)
+        drop = lambda _, state: _drop_emissions(config, state, row)  # noqa: E731
+        state = jax.lax.fori_loop(0, 1 - admitted, drop, state)
+        return jax.lax.fori_loop(0, admitted, lambda _, state: _wait_again(config, state, row), state)
+
+    scheduled = state.requests[:, fields.SCHEDULED] > 0
+    state = _for_rows(config, scheduled, forget, pool.compact(config, state))
+    return state._replace(counters=state.counters.at[DONE].set(state.counters[PLANNED]))
 
 
 def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState:
@@ -104,14 +160,22 @@ def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState
     fields = layout(config)
     live = jnp.arange(config.max_requests) == slot
     live &= state.requests[:, fields.STATUS] != FREE
-    return _for_rows(config, live, _end, pool.compact(config, state))
+
+    def end(config, state, row):
+        in_flight = state.requests[row, fields.EMIT_TURN]
+        state = _forget_plan(config, state, row)
+        # The step still runs, so what it overwrites is not filed.
+        state = state._replace(requests=state.requests.at[row, fields.EMIT_TURN].set(in_flight))
+        return release_request(config, state, row)
+
+    return _for_rows(config, live, end, pool.compact(config, state))
 
 
 def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
     """Forget all cached content: (state, done). Refused, state unchanged, while a request runs."""
     empty = initial_state(config)
     idle = (state.requests[:, layout(config).STATUS] <= WAITING).all()
-    kept = empty._replace(requests=state.requests, keys=state.keys, counters=state.counters)
+    kept = empty._replace(requests=state.requests, keys=state.keys, counters=state.counters, policy=state.policy)
     return jax.tree.map(lambda new, old: jnp.where(idle, new, old), kept, state), idle
 
 
@@ -121,33 +185,60 @@ def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     Whatever this step had planned for it is planned no more, so its turn-end state can be filed.
     """
     fields = layout(config)
+    state = _wait_again(config, _forget_plan(config, state, row), row)
+    return state._replace(
+        requests=state.requests.at[row, fields.PREEMPTIONS].add(1), counters=state.counters.at[PREEMPTED].add(1)
+    )
+
+
+def _wait_again(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    fields = layout(config)
     before = state.requests[row]
-    planned = state.requests.at[row, fields.EMIT_TURN].set(0)
-    state = release_request(config, state._replace(requests=planned), row)
-    keep = jnp.array([fields.SEQ, fields.PROMPT, fields.KNOWN, fields.FLAGS])
-    again = jnp.zeros_like(before).at[keep].set(before[keep])
-    again = again.at[fields.STATUS].set(WAITING).at[fields.PREEMPTIONS].set(before[fields.PREEMPTIONS] + 1)
-    return state._replace(requests=state.requests.at[row].set(again), counters=state.counters.at[PREEMPTED].add(1))
+    state = release_request(config, state, row)
+    keep = jnp.array([fields.SEQ, fields.PROMPT, fields.KNOWN, fields.FLAGS, fields.PRIORITY, fields.PREEMPTIONS])
+    again = jnp.zeros_like(before).at[keep].set(before[keep]).at[fields.STATUS].set(WAITING)
+    return state._replace(requests=state.requests.at[row].set(again))
 
 
 def release_request(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     """Publish a request's turn-end state and drop its references; the row is left blank.
 
-    Tables are freed from their end, so the tail of a prefix is reused before its head.
+    Tables are freed from their end, so the tail of a prefix is reused before its head. States of the prefix count as
+    used now, like its rows: one is worth nothing without the other.
     """
-    fields = layout(config)
-    state = publish_turn_end(config, state, row)
+    fields, geometry = layout(config), config.geometry
+    state = _refresh_states(config, publish_turn_end(config, state, row), row)
+    for position, group in enumerate(geometry.paged):
+        if geometry.groups[group].kind.windowed:
+            state = part(config, state, row, position, jnp.int32(config.columns[position]))
     request = state.requests[row]
-    for position, group in enumerate(config.geometry.attention):
+    held: dict[int, list[jax.Array]] = {number: [] for number in range(len(config.pool_blocks))}
+    for position, group in enumerate(geometry.paged):
         first = config.column_offset[position]
         table = jax.lax.dynamic_slice(state.tables, (row, first), (1, config.columns[position]))[0]
-        state = pool.release(config, state, config.group_pool[group], table[::-1])
-        state = pool.release(config, state, config.group_pool[group], request[fields.copy_source][position])
-    emitted = request[fields.emit_slot].reshape(fields.wanted, fields.recurrent)
-    for position, group in enumerate(config.geometry.recurrent):
+        held[config.group_pool[group]] += [table[::-1], request[fields.copy_source][position : position + 1]]
+    emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    for position, group in enumerate(geometry.recurrent):
         slots = jnp.stack([request[s][position] for s in (fields.running, fields.turn_slot, fields.read)])
-        state = pool.release(config, state, config.group_pool[group], jnp.concatenate([slots, emitted[:, position]]))
+        held[config.group_pool[group]] += [slots, emitted[:, position]]
+    for number, ids in held.items():
+        state = pool.release(config, state, number, jnp.concatenate(ids))
     return state._replace(requests=state.requests.at[row].set(0), tables=state.tables.at[row].set(0))
+
+
+def _refresh_states(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    fields = layout(config)
+    if not (config.prefix_caching and config.geometry.recurrent):
+        return state
+    request = state.requests[row]
+    named = named_units(config, request[fields.KNOWN]) * config.unit
+    lengths = jnp.sort(jnp.append(request[fields.points], request[fields.HIT]))
+    lengths = jnp.where(lengths <= jnp.minimum(request[fields.COMPUTED], named), lengths, 0)
+    keys = state.keys[row, jnp.maximum(lengths // config.unit - 1, 0)]
+    for group in config.geometry.recurrent:
+        found = jnp.where(lengths > 0, index.find(state.entries, index.tag(keys, group)).block, 0)
+        state = pool.refresh(config, state, config.group_pool[group], found)
+    return state
 
 
 def _for_rows(config: CacheConfig, mask: jax.Array, body, state: CacheState) -> CacheState:
@@ -156,45 +247,54 @@ def _for_rows(config: CacheConfig, mask: jax.Array, body, state: CacheState) -> 
     return jax.lax.fori_loop(0, mask.sum(dtype=jnp.int32), lambda i, s: body(config, s, rows[i]), state)
 
 
-def _end(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    return release_request(config, state, row)
-
-
 def _settle(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """Publish the emitted states of one row and drop the pins of what it read and copied from."""
-    fields = layout(config)
+    """Drop the pins of what a row read, copied from and saved; what it saved was filed when it was planned."""
+    fields, geometry = layout(config), config.geometry
     request = state.requests[row]
-    slots = request[fields.emit_slot].reshape(fields.wanted, fields.recurrent)
-    for which in range(fields.wanted):
-        state = publish_state(config, state, row, request[fields.emit_position][which], slots[which])
-    for position, group in enumerate(config.geometry.attention):
-        state = pool.release(config, state, config.group_pool[group], request[fields.copy_source][position])
-    for position, group in enumerate(config.geometry.recurrent):
-        state = pool.release(config, state, config.group_pool[group], request[fields.read][position])
+    pinned: dict[int, list[jax.Array]] = {number: [] for number in range(len(config.pool_blocks))}
+    for position, group in enumerate(geometry.paged):
+        pinned[config.group_pool[group]].append(request[fields.copy_source][position : position + 1])
+    emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    for position, group in enumerate(geometry.recurrent):
+        pinned[config.group_pool[group]] += [request[fields.read][position : position + 1], emitted[:, position]]
+    for number, ids in pinned.items():
+        state = pool.release(config, state, number, jnp.concatenate(ids))
     request = request.at[fields.copy_source].set(0).at[fields.read].set(0)
-    return _drop_emissions(config, state._replace(requests=state.requests.at[row].set(request)), row)
-
-
-def _drop_emissions(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """Drop a row's references to the slots it emitted to; published ones stay cached."""
-    fields: RequestLayout = layout(config)
-    request = state.requests[row]
-    slots = request[fields.emit_slot].reshape(fields.wanted, fields.recurrent)
-    for position, group in enumerate(config.geometry.recurrent):
-        state = pool.release(config, state, config.group_pool[group], slots[:, position])
     request = request.at[fields.emit_position].set(0).at[fields.emit_slot].set(0)
     return state._replace(requests=state.requests.at[row].set(request))
 
 
+def _forget_plan(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    """Take back what the step in flight had planned for a row: its pending keys and its tokens.
+
+    The slots of its emissions stay its own until it is released.
+    """
+    fields = layout(config)
+    state = withdraw_units(config, state, row)
+    state = withdraw_states(config, state, state.requests[row, fields.emit_slot])
+    columns = jnp.array([fields.SCHEDULED, fields.VERIFYING, fields.EMIT_TURN])
+    return state._replace(requests=state.requests.at[row, columns].set(0))
+
+
+def _drop_emissions(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    """Drop a row's references to the slots it emits to."""
+    fields = layout(config)
+    slots = state.requests[row, fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    for position, group in enumerate(config.geometry.recurrent):
+        state = pool.release(config, state, config.group_pool[group], slots[:, position])
+    requests = state.requests.at[row, fields.emit_position].set(0).at[row, fields.emit_slot].set(0)
+    return state._replace(requests=requests)
+
+
 def _append(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheState:
-    """Lengthen the known tokens and file the keys of the units they complete."""
+    """Lengthen the known tokens and store the keys of the units they complete."""
     fields = layout(config)
     before = state.requests[:, fields.KNOWN]
     after = before + outcome.produced
     rows = jnp.arange(config.max_requests)
     keys = state.keys
     for nth in range(keys_per_append(config)):
-        unit = before // config.unit + nth
-        at = jnp.where(unit < after // config.unit, unit, config.units)
+        unit = named_units(config, before) + nth
+        at = jnp.where(unit < named_units(config, after), unit, config.units)
         keys = keys.at[rows, at].set(outcome.unit_keys[:, nth], mode="drop")
     return state._replace(requests=state.requests.at[:, fields.KNOWN].set(after), keys=keys)

@@ -1,4 +1,4 @@
-"""One token for every decoding request, all of them at once."""
+"""The next token of every decoding request, and the drafts it verifies, all requests at once."""
 
 from __future__ import annotations
 
@@ -7,34 +7,28 @@ import jax.numpy as jnp
 
 from hybrid_kv.cache import pool
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import RUNNING, SKIPPED_STATES, CacheState, layout
-from hybrid_kv.cache.transitions import preempt
+from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
 
 
-def newest_running(config: CacheConfig, state: CacheState) -> jax.Array:
-    """The running request that arrived last: the first to be preempted."""
-    fields = layout(config)
-    running = state.requests[:, fields.STATUS] == RUNNING
-    return jnp.argmax(jnp.where(running, state.requests[:, fields.SEQ], -1)).astype(jnp.int32)
+def decodes_fit(config: CacheConfig, state: CacheState) -> jax.Array:
+    """Whether the free blocks suffice for all decodes of this step."""
+    need = _new_columns(config, state)
+    return jnp.stack([count <= pool.free_blocks(state, p) for p, count in enumerate(need)]).all()
 
 
 def schedule_decodes(config: CacheConfig, state: CacheState) -> CacheState:
-    """Schedule one token of every request whose prompt is done, preempting the newest while blocks lack."""
+    """Schedule every request whose prompt is done, if blocks suffice for all of them.
 
-    def short(state):
-        need = _new_columns(config, state)
-        return jnp.stack([count > pool.free_blocks(state, p) for p, count in enumerate(need)]).any()
-
-    def make_room(state):
-        return preempt(config, state, newest_running(config, state))
-
-    state = jax.lax.while_loop(short, make_room, state)
-    state = _extend_tables(config, state)
-    state = _keep_turn_end(config, state)
+    Drafts are verified as far as the budget goes, oldest slot first; the tokens themselves always fit.
+    """
     fields = layout(config)
-    return state._replace(
-        requests=state.requests.at[:, fields.SCHEDULED].add(_decoding(config, state).astype(jnp.int32))
-    )
+    rows = _decoding(config, state) & decodes_fit(config, state)
+    drafts = jnp.where(rows, _drafts(config, state), 0)
+    state = _extend_tables(config, state, rows)
+    state = _keep_turn_end(config, state, rows, drafts)
+    columns = jnp.array([fields.SCHEDULED, fields.VERIFYING])
+    added = jnp.stack([rows.astype(jnp.int32) + drafts, drafts], 1)
+    return state._replace(requests=state.requests.at[:, columns].add(added))
 
 
 def _decoding(config: CacheConfig, state: CacheState) -> jax.Array:
@@ -45,54 +39,80 @@ def _decoding(config: CacheConfig, state: CacheState) -> jax.Array:
     return (requests[:, fields.STATUS] == RUNNING) & last_token & (requests[:, fields.SCHEDULED] == 0)
 
 
-def _lacks_column(config: CacheConfig, state: CacheState, position: int) -> jax.Array:
-    """Which decoding requests step into a new block of an append-only group: bool[R]."""
+def _drafts(config: CacheConfig, state: CacheState) -> jax.Array:
+    """Draft tokens that every decoding request verifies: i32[R]."""
     fields = layout(config)
-    block = config.group(config.geometry.attention[position]).block
-    column = state.requests[:, fields.COMPUTED] // block
-    return _decoding(config, state) & (state.requests[:, fields.columns][:, position] <= column)
+    rows = _decoding(config, state)
+    if not config.max_drafts:
+        return jnp.zeros(rows.shape, jnp.int32)
+    room = config.max_context - state.requests[:, fields.KNOWN]
+    asked = jnp.where(rows, jnp.clip(jnp.minimum(state.requests[:, fields.DRAFTS], room), 0, config.max_drafts), 0)
+    taken = state.requests[:, fields.SCHEDULED].sum(dtype=jnp.int32) + rows.sum(dtype=jnp.int32)
+    before = jnp.cumsum(asked) - asked
+    return jnp.clip(config.token_budget - taken - before, 0, asked)
+
+
+def _upto(config: CacheConfig, state: CacheState, position: int) -> jax.Array:
+    """Columns that every decoding request must have in a group with a table: i32[R]."""
+    fields = layout(config)
+    block = config.group(config.geometry.paged[position]).block
+    end = state.requests[:, fields.COMPUTED] + 1 + _drafts(config, state) + config.slots_ahead
+    end = jnp.minimum(end, config.max_context)
+    held = state.requests[:, fields.columns][:, position]
+    return jnp.where(_decoding(config, state), jnp.maximum(-(-end // block), held), held)
 
 
 def _new_columns(config: CacheConfig, state: CacheState) -> list[jax.Array]:
     """Blocks every pool has to give for the decodes of this step."""
+    fields = layout(config)
     need = [jnp.int32(0)] * len(config.pool_blocks)
-    for position, group in enumerate(config.geometry.attention):
-        lacking = _lacks_column(config, state, position).sum(dtype=jnp.int32)
-        need[config.group_pool[group]] += lacking
+    for position, group in enumerate(config.geometry.paged):
+        fresh = _upto(config, state, position) - state.requests[:, fields.columns][:, position]
+        need[config.group_pool[group]] += fresh.sum(dtype=jnp.int32)
     return need
 
 
-def _extend_tables(config: CacheConfig, state: CacheState) -> CacheState:
+def _extend_tables(config: CacheConfig, state: CacheState, rows: jax.Array) -> CacheState:
     fields = layout(config)
-    rows = jnp.arange(config.max_requests)
-    for position, group in enumerate(config.geometry.attention):
-        lacks = _lacks_column(config, state, position)
-        column = state.requests[:, fields.COMPUTED] // config.group(group).block
-        state, ids = pool.take(config, state, config.group_pool[group], lacks.sum(dtype=jnp.int32), config.max_requests)
-        nth = jnp.maximum(jnp.cumsum(lacks.astype(jnp.int32)) - 1, 0)
-        at = jnp.where(lacks, config.column_offset[position] + column, state.tables.shape[1])
-        state = state._replace(
-            tables=state.tables.at[rows, at].set(ids[nth], mode="drop"),
-            requests=state.requests.at[:, fields.columns.start + position].add(lacks.astype(jnp.int32)),
-        )
+    lane = jnp.arange(config.max_requests)
+    uptos = [_upto(config, state, position) for position in range(len(config.geometry.paged))]
+    for position, group in enumerate(config.geometry.paged):
+        held = state.requests[:, fields.columns][:, position]
+        fresh = jnp.where(rows, uptos[position] - held, 0)
+        each = -(-(config.max_append + config.slots_ahead) // config.group(group).block) + 1
+        count, most = fresh.sum(dtype=jnp.int32), each * config.max_requests
+        state, ids = pool.take(config, state, config.group_pool[group], count, most)
+        before = jnp.cumsum(fresh) - fresh
+        tables = state.tables
+        for nth in range(each):
+            at = jnp.where(nth < fresh, config.column_offset[position] + held + nth, tables.shape[1])
+            tables = tables.at[lane, at].set(ids[jnp.minimum(before + nth, most - 1)], mode="drop")
+        requests = state.requests.at[:, fields.columns.start + position].add(fresh)
+        state = state._replace(tables=tables, requests=requests)
     return state
 
 
-def _keep_turn_end(config: CacheConfig, state: CacheState) -> CacheState:
-    """Let decodes that complete a hash unit save their state in their own turn-end slot.
+def _keep_turn_end(config: CacheConfig, state: CacheState, rows: jax.Array, drafts: jax.Array) -> CacheState:
+    """Let decodes that may complete a hit unit save their state in their own turn-end slot.
 
     The slot is overwritten at every boundary and filed once, when the request ends: only then is
-    the last boundary known. A slot is optional: it is given only if a state stays free for every
-    request slot that runs nothing, so nobody ever waits for one; else the boundary is skipped.
+    the last boundary known. A slot is optional: it displaces no state that was reused, and it is given only if a
+    state stays free for each request that waits, and for one that may come; else the boundary is skipped.
     """
     fields = layout(config)
-    if not (config.placement.turn_end and config.prefix_caching and config.geometry.recurrent):
+    if not (config.prefix_caching and config.geometry.recurrent):
         return state
-    after = state.requests[:, fields.COMPUTED] + 1
-    crossing = _decoding(config, state) & (after % config.unit == 0)
+    start = state.requests[:, fields.COMPUTED]
+    boundary = (start + 1 + drafts) // config.geometry.hit_unit * config.geometry.hit_unit
+    crossing = rows & (boundary > start) & (state.policy[TURN_END] > 0)
     lacks = crossing & (state.requests[:, fields.turn_slot.start] == 0)
-    idle = (state.requests[:, fields.STATUS] != RUNNING).sum(dtype=jnp.int32)
-    granted = lacks & (jnp.cumsum(lacks.astype(jnp.int32)) <= spare_states(config, state) - idle)
+    waiting = (state.requests[:, fields.STATUS] == WAITING).sum(dtype=jnp.int32)
+    idle = (state.requests[:, fields.STATUS] != RUNNING).any().astype(jnp.int32)
+    room = jnp.minimum(
+        spare_states(config, state) - jnp.maximum(waiting, idle), unreused_states(config, state, config.max_requests)
+    )
+    room = jnp.where(state.counters[SHORT] > 0, 0, room)
+    granted = lacks & (jnp.cumsum(lacks.astype(jnp.int32)) <= room)
     count = granted.sum(dtype=jnp.int32)
     nth = jnp.maximum(jnp.cumsum(granted.astype(jnp.int32)) - 1, 0)
     for position, group in enumerate(config.geometry.recurrent):
@@ -101,10 +121,9 @@ def _keep_turn_end(config: CacheConfig, state: CacheState) -> CacheState:
         slots = jnp.where(granted, ids[nth], state.requests[:, column])
         state = state._replace(requests=state.requests.at[:, column].set(slots))
     saved = crossing & (granted | ~lacks)
+    emit = jnp.where(saved, boundary, state.requests[:, fields.EMIT_TURN])
     return state._replace(
-        requests=state.requests.at[:, fields.EMIT_TURN].set(
-            jnp.where(saved, after, state.requests[:, fields.EMIT_TURN])
-        ),
+        requests=state.requests.at[:, fields.EMIT_TURN].set(emit),
         counters=state.counters.at[SKIPPED_STATES].add((lacks & ~granted).sum(dtype=jnp.int32)),
     )
 
@@ -112,5 +131,14 @@ def _keep_turn_end(config: CacheConfig, state: CacheState) -> CacheState:
 def spare_states(config: CacheConfig, state: CacheState) -> jax.Array:
     """States, one slot in each recurrent group, that could be taken now without preempting anyone."""
     pools = [config.group_pool[group] for group in config.geometry.recurrent]
-    spare = [pool.free_blocks(state, p) // pools.count(p) for p in set(pools)]
+    spare = [pool.free_blocks(state, p) // pools.count(p) for p in sorted(set(pools))]
     return jnp.stack(spare).min()
+
+
+def unreused_states(config: CacheConfig, state: CacheState, most: int) -> jax.Array:
+    """States, `most` at most, that could be taken without displacing one that a hit was served from."""
+    pools = [config.group_pool[group] for group in config.geometry.recurrent]
+    free = [
+        pool.before_reused_state(config, state, p, most * pools.count(p)) // pools.count(p) for p in sorted(set(pools))
+    ]
+    return jnp.stack(free).min()

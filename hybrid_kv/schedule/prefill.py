@@ -1,7 +1,6 @@
-"""Chunks of prompts: a bounded loop over the prefills of one step, oldest first.
+"""One chunk of one prompt: shared blocks, new blocks, and the states saved inside it.
 
-Started prefills go first, then waiting requests in order of arrival. A chunk is as long as the
-budget allows; no chunk is cut for a state, since the back end emits at any boundary inside it.
+A chunk is as long as the budget allows; none is cut for a state, since the back end emits at any boundary inside it.
 """
 
 from __future__ import annotations
@@ -12,21 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_kv.cache import index, pool
-from hybrid_kv.cache.checkpoints import wanted_boundaries
+from hybrid_kv.cache.checkpoints import emission_candidates, is_rung, is_shared, wanted_points
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import Hit, lookup, no_hit
-from hybrid_kv.cache.state import PREEMPTED, RUNNING, SKIPPED_STATES, WAITING, CacheState, layout
-from hybrid_kv.cache.transitions import preempt
-from hybrid_kv.schedule.decode import newest_running, spare_states
-
-_LATE = 1 << 30
+from hybrid_kv.cache.publish import announce_units, publish_state
+from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, CacheState, layout, read_first
+from hybrid_kv.schedule.decode import spare_states, unreused_states
 
 
-class _Loop(NamedTuple):
+class Chunk(NamedTuple):
+    """What came of one request's turn. waits: for content that the step in flight writes."""
+
     state: CacheState
-    tried: jax.Array
-    rows: jax.Array
-    stop: jax.Array
+    done: jax.Array
+    waits: jax.Array
 
 
 def budget_left(config: CacheConfig, state: CacheState) -> jax.Array:
@@ -34,64 +32,55 @@ def budget_left(config: CacheConfig, state: CacheState) -> jax.Array:
     return config.token_budget - state.requests[:, layout(config).SCHEDULED].sum(dtype=jnp.int32)
 
 
-def schedule_prefills(config: CacheConfig, state: CacheState, preempted_before: jax.Array) -> CacheState:
-    """Give the rest of the budget to prefills.
-
-    preempted_before: the preemption counter at the start of the step; nobody is admitted in a step
-    that preempted.
-    """
-
-    def more(loop: _Loop):
-        return ~loop.stop & (loop.rows < config.max_prefills) & (budget_left(config, loop.state) > 0)
-
-    def one(loop: _Loop):
-        fields = layout(config)
-        requests = loop.state.requests
-        started = (requests[:, fields.STATUS] == RUNNING) & (requests[:, fields.SCHEDULED] == 0) & ~loop.tried
-        calm = loop.state.counters[PREEMPTED] == preempted_before
-        waiting = (requests[:, fields.STATUS] == WAITING) & ~loop.tried & calm
-        order = jnp.where(started, requests[:, fields.SEQ], jnp.where(waiting, _LATE + requests[:, fields.SEQ], -1))
-        order = jnp.where(order >= 0, order, jnp.iinfo(jnp.int32).max)
-        row = jnp.argmin(order).astype(jnp.int32)
-        exists = started.any() | waiting.any()
-        admit = exists & ~started.any()
-        state, done = _chunk(config, loop.state, row, admit, exists)
-        return _Loop(state, loop.tried.at[row].set(True), loop.rows + done, ~exists | (admit & ~done))
-
-    tried = jnp.zeros((config.max_requests,), bool)
-    loop = _Loop(state, tried, jnp.int32(0), jnp.zeros((), bool))
-    return jax.lax.while_loop(more, one, loop).state
-
-
-def _chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array, exists: jax.Array):
-    """Schedule the next chunk of one request, all or nothing: (state, done)."""
+def chunk_fits(config: CacheConfig, state: CacheState, row: jax.Array) -> jax.Array:
+    """Whether the free blocks suffice for the next chunk of a started prefill."""
     fields = layout(config)
-    request = state.requests[row]
+    request, no = state.requests[row], jnp.zeros((), bool)
+    start = request[fields.COMPUTED]
+    end = start + _length(config, state, start, request[fields.KNOWN])
+    hit = no_hit(config)
+    return _fits(state, _demand(config, state, _columns_held(config, request, hit, no), end, hit, no))
+
+
+def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array) -> Chunk:
+    """Schedule the next chunk of one request, all or nothing. admit: it waits, so it is looked up first."""
+    fields = layout(config)
+    request = read_first(lambda state: state.requests[row], state)
     known = request[fields.KNOWN]
     hit = _lookup_if(config, state, row, admit)
+    hit = _give_up_if_alone(config, state, request, hit, admit)
+    waits = admit & hit.wait
     start = jnp.where(admit, hit.hit, request[fields.COMPUTED])
-    length = jnp.minimum(jnp.minimum(known - start, budget_left(config, state)), config.chunk_limit)
+    length = _length(config, state, start, known)
     end = start + length
     have = _columns_held(config, request, hit, admit)
-    chunk_need = _demand(config, state, have, end, hit, admit)
-    admit_need = _demand(config, state, have, known, hit, admit) if config.whole_prompts else chunk_need
-
-    def lacking(state):
-        newest = newest_running(config, state)
-        later = state.requests[newest, fields.SEQ] > request[fields.SEQ]
-        return exists & ~admit & later & ~_fits(state, chunk_need)
-
-    state = jax.lax.while_loop(lacking, lambda s: preempt(config, s, newest_running(config, s)), state)
-    done = exists & (length > 0) & jnp.where(admit, _fits(state, admit_need), _fits(state, chunk_need))
+    upto = jnp.where(admit, known, end) if config.whole_prompts else end
+    done = ~waits & (length > 0) & _fits(state, _demand(config, state, have, upto, hit, admit))
     state, request = _adopt(config, state, row, hit, admit & done)
     state, request = _extend(config, state, row, request, have, end, done)
-    boundaries = wanted_boundaries(config, request[fields.PROMPT], known, hit.hit, hit.junction)
-    boundaries = jnp.where(admit & done, boundaries, request[fields.boundaries])
-    request = request.at[fields.boundaries].set(boundaries)
-    state, request = _emissions(config, state, row, request, start, end, done)
+    points = wanted_points(config, state, request[fields.PROMPT], known, hit.hit, hit.shared)
+    request = request.at[fields.points].set(jnp.where(admit & done, points, request[fields.points]))
     request = request.at[fields.SCHEDULED].set(length)
     at = jnp.where(done, row, config.max_requests)
-    return state._replace(requests=state.requests.at[at].set(request, mode="drop")), done
+    state = state._replace(requests=state.requests.at[at].set(request, mode="drop"))
+    state = _emit(config, state, row, start, end, done)
+    # A row that was not planned announces nothing.
+    return Chunk(announce_units(config, state, row, jnp.where(done, end, 0)), done, waits)
+
+
+def _length(config: CacheConfig, state: CacheState, start: jax.Array, known: jax.Array) -> jax.Array:
+    """Tokens of a chunk that begins at `start`."""
+    return jnp.minimum(jnp.minimum(known - start, budget_left(config, state)), config.chunk_limit)
+
+
+def _give_up_if_alone(config: CacheConfig, state: CacheState, request: jax.Array, hit: Hit, admit: jax.Array) -> Hit:
+    """No hit for a request that runs alone and would not fit with its hit: blocks to share and to copy come on top."""
+    fields = layout(config)
+    need = _demand(config, state, _columns_held(config, request, hit, admit), request[fields.KNOWN], hit, admit)
+    alone = admit & ~(state.requests[:, fields.STATUS] == RUNNING).any()
+    give_up = alone & ~_fits(state, need)
+    bare = no_hit(config)._replace(junction=hit.junction, shared=hit.shared, reason=hit.reason)
+    return jax.tree.map(lambda none, found: jnp.where(give_up, none, found), bare, hit)
 
 
 def _lookup_if(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array) -> Hit:
@@ -104,11 +93,11 @@ def _lookup_if(config: CacheConfig, state: CacheState, row: jax.Array, admit: ja
 
 
 def _columns_held(config: CacheConfig, request: jax.Array, hit: Hit, admit: jax.Array) -> list[jax.Array]:
-    """Columns of every append-only group that need no new block: shared whole ones, or those in use."""
+    """Columns of every group with a table that need no new block: shared whole ones, or those in use."""
     fields = layout(config)
     return [
         jnp.where(admit, hit.hit // config.group(group).block, request[fields.columns][position])
-        for position, group in enumerate(config.geometry.attention)
+        for position, group in enumerate(config.geometry.paged)
     ]
 
 
@@ -117,12 +106,19 @@ def _hit_blocks(config: CacheConfig, hit: Hit, position: int) -> jax.Array:
     return hit.tables[first : first + config.columns[position]]
 
 
+def _columns(config: CacheConfig, group: int, end: jax.Array) -> jax.Array:
+    """Columns of a request that is computed up to `end` tokens."""
+    block = config.group(group).block
+    return -(-jnp.minimum(end + config.slots_ahead, config.max_context) // block)
+
+
 def _demand(config: CacheConfig, state: CacheState, have: list[jax.Array], end: jax.Array, hit: Hit, admit: jax.Array):
     """Free blocks every pool must have to hold this request up to `end` tokens."""
     need = [jnp.int32(0)] * len(config.pool_blocks)
-    for position, group in enumerate(config.geometry.attention):
-        block = config.group(group).block
-        fresh = jnp.maximum((end + block - 1) // block - have[position], 0)
+    for position, group in enumerate(config.geometry.paged):
+        fresh = jnp.maximum(_columns(config, group, end) - have[position], 0)
+        if config.group(group).kind.windowed:
+            fresh = jnp.minimum(fresh, config.window_columns(group))
         woken = pool.unreferenced(state, _hit_blocks(config, hit, position))
         need[config.group_pool[group]] += fresh + jnp.where(admit, woken, 0)
     for position, group in enumerate(config.geometry.recurrent):
@@ -143,8 +139,7 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
     """
     fields = layout(config)
     request = state.requests[row]
-    published = hit.hit // config.unit
-    for position, group in enumerate(config.geometry.attention):
+    for position, group in enumerate(config.geometry.paged):
         block = config.group(group).block
         blocks = jnp.where(ok, _hit_blocks(config, hit, position), 0)
         state = pool.touch(config, state, config.group_pool[group], blocks)
@@ -157,10 +152,10 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         table = jax.lax.dynamic_slice(state.tables, (row, first), (1, blocks.shape[0]))
         table = jnp.where(ok, kept[None], table)
         state = state._replace(tables=jax.lax.dynamic_update_slice(state.tables, table, (row, first)))
-        columns, copy_source = fields.columns.start + position, fields.copy_source.start + position
-        request = request.at[columns].set(jnp.where(ok, shared, request[columns]))
-        request = request.at[copy_source].set(jnp.where(ok, source, request[copy_source]))
-        published = jnp.minimum(published, shared * config.units_per_block(group))
+        left = jnp.where((kept > 0).any(), jnp.argmax(kept > 0), shared) if config.group(group).kind.windowed else 0
+        names = [part.start + position for part in (fields.columns, fields.copy_source, fields.published, fields.left)]
+        values = jnp.stack([shared, source, shared * config.units_per_block(group), jnp.asarray(left, jnp.int32)])
+        request = request.at[jnp.array(names)].set(jnp.where(ok, values, request[jnp.array(names)]))
     for position, group in enumerate(config.geometry.recurrent):
         slot = jnp.where(ok, hit.states[position], 0)
         state = pool.touch(config, state, config.group_pool[group], slot[None])
@@ -169,10 +164,8 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         state, ids = pool.take(config, state, config.group_pool[group], ok.astype(jnp.int32), 1)
         running = fields.running.start + position
         request = request.at[running].set(jnp.where(ok, ids[0], request[running]))
-    names = jnp.array(
-        [fields.STATUS, fields.COMPUTED, fields.HIT, fields.JUNCTION, fields.REASON, fields.PUBLISHED, fields.ADMITTED]
-    )
-    values = jnp.stack([jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, published, jnp.int32(1)])
+    names = jnp.array([fields.STATUS, fields.COMPUTED, fields.HIT, fields.JUNCTION, fields.REASON, fields.ADMITTED])
+    values = jnp.stack([jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, jnp.int32(1)])
     request = request.at[names].set(jnp.where(ok, values, request[names]))
     return state, request
 
@@ -180,11 +173,10 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
 def _extend(config, state: CacheState, row, request, have, end, ok):
     """Take the blocks that a chunk ending at `end` still lacks: (state, request row)."""
     fields = layout(config)
-    longest = min(config.token_budget, config.chunk_limit)
-    for position, group in enumerate(config.geometry.attention):
+    for position, group in enumerate(config.geometry.paged):
         block, columns = config.group(group).block, config.columns[position]
-        most = min(longest // block + 2, columns)
-        upto = (end + block - 1) // block
+        most = min((config.longest_chunk + config.slots_ahead) // block + 2, columns)
+        upto = _columns(config, group, end)
         fresh = jnp.where(ok, jnp.maximum(upto - have[position], 0), 0)
         state, ids = pool.take(config, state, config.group_pool[group], fresh, most)
         first = config.column_offset[position]
@@ -197,26 +189,45 @@ def _extend(config, state: CacheState, row, request, have, end, ok):
     return state, request
 
 
-def _emissions(config: CacheConfig, state: CacheState, row, request, start, end, ok):
-    """Give a slot to every wanted boundary inside the chunk that has no state yet: (state, request row)."""
+def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheState:
+    """Give a slot to every boundary worth it inside the chunk that has no state yet, and file it as pending.
+
+    While requests wait for blocks only points are kept, no rungs; and a state that nobody is known to share does
+    not displace one that was reused.
+    """
     fields = layout(config)
     if not (config.geometry.recurrent and config.prefix_caching):
-        return state, request
-    wanted = request[fields.boundaries]
-    inside = ok & (wanted > start) & (wanted <= end)
+        return state
+    request = read_first(lambda state: state.requests[row], state)
+    wanted = emission_candidates(config, state, request[fields.points], start, end, request[fields.KNOWN])
     keys = state.keys[row, jnp.maximum(wanted // config.unit - 1, 0)]
-    filed = jnp.ones_like(inside)
+    filed = jnp.ones(wanted.shape, bool)
     for group in config.geometry.recurrent:
-        filed &= index.find(state.entries, index.tag(keys, group)) > 0
-    inside &= ~filed
-    chosen = inside & (jnp.cumsum(inside.astype(jnp.int32)) <= spare_states(config, state))
+        filed &= index.find(state.entries, index.tag(keys, group)).block > 0
+    rung, shared = jnp.asarray(is_rung(config)), jnp.asarray(is_shared(config))
+    optional = rung | (jnp.arange(config.emissions) >= config.wanted)
+    inside = ok & (wanted > 0) & ~filed & ~(optional & (state.counters[SHORT] > 0))
+    spare = spare_states(config, state)
+    room = jnp.where(shared, spare, jnp.minimum(spare, unreused_states(config, state, config.emissions)))
+    chosen = inside & (jnp.cumsum(inside.astype(jnp.int32)) <= room)
     count = chosen.sum(dtype=jnp.int32)
     nth = jnp.maximum(jnp.cumsum(chosen.astype(jnp.int32)) - 1, 0)
     slots = []
     for group in config.geometry.recurrent:
-        state, ids = pool.take(config, state, config.group_pool[group], count, fields.wanted)
+        state, ids = pool.take(config, state, config.group_pool[group], count, config.emissions)
         slots.append(jnp.where(chosen, ids[nth], 0))
-    request = request.at[fields.emit_position].set(jnp.where(chosen, wanted, 0))
-    request = request.at[fields.emit_slot].set(jnp.stack(slots, -1).reshape(-1))
+    slots = jnp.stack(slots, -1)
+    positions = jnp.where(chosen, wanted, 0)
+    request = request.at[fields.emit_position].set(positions).at[fields.emit_slot].set(slots.reshape(-1))
+    at = jnp.where(ok, row, config.max_requests)
     skipped = (inside & ~chosen).sum(dtype=jnp.int32)
-    return state._replace(counters=state.counters.at[SKIPPED_STATES].add(skipped)), request
+    state = state._replace(
+        requests=state.requests.at[at].set(request, mode="drop"),
+        counters=state.counters.at[SKIPPED_STATES].add(skipped),
+    )
+    order = jnp.nonzero(chosen, size=config.emissions, fill_value=0)[0].astype(jnp.int32)
+
+    def file(i, state):
+        return publish_state(config, state, row, positions[order[i]], slots[order[i]], rung[order[i]], pending=True)
+
+    return jax.lax.fori_loop(0, count, file, state)

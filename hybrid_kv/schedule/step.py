@@ -1,23 +1,100 @@
-"""The transition that decides one step: decodes first, then chunks of prompts."""
+"""The transition that decides one step: all decodes at once, then chunks of prompts one by one."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
 from hybrid_kv.cache import pool
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import PREEMPTED, CacheState
-from hybrid_kv.schedule.decode import schedule_decodes
-from hybrid_kv.schedule.prefill import schedule_prefills
+from hybrid_kv.cache.state import PLANNED, PREEMPTED, RUNNING, SHORT, WAITING, CacheState, layout
+from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
+from hybrid_kv.schedule.order import comes_after, first_of, last_running, may_preempt, preempt_last
+from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
+
+
+class _Loop(NamedTuple):
+    """decoded: the decodes have had their turn. tried: requests whose prefill has. rows: prefills planned.
+    short: somebody lacks blocks."""
+
+    state: CacheState
+    decoded: jax.Array
+    tried: jax.Array
+    rows: jax.Array
+    stop: jax.Array
+    short: jax.Array
+
+
+class _Next(NamedTuple):
+    """The prefill whose turn it is. admit: it waits; else it has started."""
+
+    row: jax.Array
+    exists: jax.Array
+    admit: jax.Array
 
 
 def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     """Decide what runs next; what was decided stands in the request rows until `commit` or `withdraw`.
 
-    Called again without either, it adds to the step in flight whatever still fits.
+    Started prefills go before waiting requests, each in the order of `schedule.order`; nobody is admitted in a step
+    that preempted. Called again without a commit, it adds to the step in flight whatever still fits, and preempts
+    nobody.
 
-    Progress: the oldest request that can run is given at least one token, because every decode costs
-    one token, the budget covers all request slots, and newer requests are preempted for older ones.
+    Progress: the first request that can run is given at least one token, because every decode costs
+    one token, the budget covers all request slots, and later requests are preempted for earlier ones.
     """
     state = pool.compact(config, state)
     before = state.counters[PREEMPTED]
-    state = schedule_decodes(config, state)
-    return schedule_prefills(config, state, before)
+    state = state._replace(counters=state.counters.at[PLANNED].add(1))
+    no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
+    loop = _Loop(state, no, nobody, jnp.int32(0), no, no)
+    loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
+    # Whether requests lack blocks decides about the states that the next step saves.
+    short = loop.short | (loop.state.counters[PREEMPTED] > before)
+    return loop.state._replace(counters=loop.state.counters.at[SHORT].set(short.astype(jnp.int32)))
+
+
+def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loop:
+    """Make room by preemption if it is needed, then plan the decodes or one chunk.
+
+    Both are loops of at most one round: a conditional would copy the state.
+    """
+
+    def lacks_room(state: CacheState) -> jax.Array:
+        one = _next(config, loop, state, preempted_before)
+        later = comes_after(config, state, last_running(config, state), one.row)
+        prefill = one.exists & ~one.admit & later & ~chunk_fits(config, state, one.row)
+        return jnp.where(loop.decoded, prefill, ~decodes_fit(config, state)) & may_preempt(state)
+
+    state = jax.lax.while_loop(lacks_room, lambda state: preempt_last(config, state), loop.state)
+    one = _next(config, loop, state, preempted_before)
+    some = loop.decoded & one.exists
+    no = jnp.zeros((), bool)
+    state = jax.lax.fori_loop(0, 1 - loop.decoded, lambda _, state: schedule_decodes(config, state), state)
+    state, done, waits = jax.lax.fori_loop(
+        0, some.astype(jnp.int32), lambda _, carry: tuple(schedule_chunk(config, carry[0], one.row, one.admit)),
+        (state, no, no),
+    )  # fmt: skip
+    rows = loop.rows + done
+    refused = some & ~done & ~waits
+    stop = loop.decoded & (~one.exists | (refused & one.admit))
+    stop |= (rows >= config.max_prefills) | (budget_left(config, state) <= 0)
+    return _Loop(
+        state=state,
+        decoded=jnp.ones((), bool),
+        tried=loop.tried.at[one.row].max(some),
+        rows=rows,
+        stop=stop,
+        short=loop.short | refused,
+    )
+
+
+def _next(config: CacheConfig, loop: _Loop, state: CacheState, preempted_before: jax.Array) -> _Next:
+    fields = layout(config)
+    status = state.requests[:, fields.STATUS]
+    started = (status == RUNNING) & (state.requests[:, fields.SCHEDULED] == 0) & ~loop.tried
+    waiting = (status == WAITING) & ~loop.tried & (state.counters[PREEMPTED] == preempted_before)
+    admit = ~started.any()
+    return _Next(first_of(config, state, jnp.where(admit, waiting, started)), started.any() | waiting.any(), admit)

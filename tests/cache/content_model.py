@@ -8,6 +8,7 @@ with it checks soundness of hits, copies and checkpoints without any numerics.
 from __future__ import annotations
 
 import functools
+import hashlib
 
 import jax
 import numpy as np
@@ -16,34 +17,40 @@ from hybrid_kv import hashing
 from hybrid_kv.cache import transitions
 from hybrid_kv.cache.check import check
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.drafts import Draft
+from hybrid_kv.cache.lookup import window_start
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import initial_state
+from hybrid_kv.cache.state import PREEMPTED, initial_state
 from hybrid_kv.plan import StepPlan, plan_step
 
 # Small states are bound by the number of operations, so the machine code need not be optimised.
 _jit = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 _arrive, _plan, _commit = _jit(transitions.arrive), _jit(plan_step), _jit(transitions.commit)
-_abort, _withdraw = _jit(transitions.abort), _jit(transitions.withdraw)
+_abort, _withdraw, _propose = _jit(transitions.abort), _jit(transitions.withdraw), _jit(transitions.propose)
 
 
 class Serving:
-    """Cache, make-believe device and make-believe sampler of one configuration."""
+    """Cache, make-believe device and make-believe sampler of one configuration.
+
+    answers: request slot -> tokens to sample instead of drawn ones.
+    """
 
     def __init__(self, config: CacheConfig, seed: int = 0) -> None:
         self.config, self.state = config, initial_state(config)
         self.rng = np.random.default_rng(seed)
-        self.rows: list[dict] = [{} for _ in config.geometry.attention]
+        self.rows: list[dict] = [{} for _ in config.geometry.paged]
         self.states: list[dict] = [{} for _ in config.geometry.recurrent]
         self.live: dict[int, list] = {}
         self.admissions: list[tuple[int, int, int, str]] = []
         self.preemptions = 0
+        self._sampled: dict[int, list[int]] = {}
 
-    def add(self, prompt, answer: int = 1, flags: int = 0) -> int:
+    def add(self, prompt, answer: int = 1, flags: int = 0, priority: int = 0) -> int:
         tokens = [int(t) for t in prompt]
-        chain = hashing.chain(np.array(tokens, np.int32), self.config.unit, hashing.seed())
+        chain = unit_keys(self.config, tokens)
         keys = np.zeros((self.config.units, 4), np.uint32)
         keys[: len(chain)] = chain
-        self.state, slot = _arrive(self.config, self.state, len(tokens), flags, keys)
+        self.state, slot = _arrive(self.config, self.state, len(tokens), flags, keys, priority)
         assert int(slot) >= 0
         self.live[int(slot)] = [tokens, len(tokens) + answer]
         return int(slot)
@@ -59,19 +66,24 @@ class Serving:
         return plan
 
     def execute(self, plan: StepPlan) -> None:
+        """Sample, then run the step: a drafter's rows know the token that was sampled behind them."""
+        self._sample(plan)
         for position in range(len(self.rows)):
+            # All sources are read before any target is written.
             copied = {}
             for source, target in plan.copies[position]:
                 if target:
                     copied.update({(target, o): v for (b, o), v in self.rows[position].items() if b == source})
             self.rows[position].update(copied)
         reads = [[self.states[g].get(plan.read[g][i]) for i in range(plan.rows)] for g in range(len(self.states))]
-        for i in range(int(plan.rows)):
-            tokens, _ = self.live[int(plan.slot[i])]
-            start, end = int(plan.start[i]), int(plan.start[i] + plan.length[i])
-            prefix = _prefixes(tuple(tokens[:end]))
-            for position, group in enumerate(self.config.geometry.attention):
-                self._attend(position, self.config.group(group).block, plan.tables[position][i], prefix, start, end)
+        spans = [self._span(plan, i) for i in range(int(plan.rows))]
+        for position, group in enumerate(self.config.geometry.paged):
+            tables = plan.tables[position]
+            for i, span in enumerate(spans):
+                self._write(position, group, tables[i], *span)
+            for i, (prefix, start, end, _) in enumerate(spans):
+                self._read(position, group, tables[i], prefix, start, end)
+        for i, (prefix, start, end, _) in enumerate(spans):
             for group in range(len(self.states)):
                 expected = prefix[start] if start else None
                 got = reads[group][i] if plan.read[group][i] else None
@@ -79,35 +91,72 @@ class Serving:
                 assert plan.write[group][i] > 0
                 self.states[group][int(plan.write[group][i])] = prefix[end]
                 for at, slot in zip(plan.emit_position[i], plan.emit_slot[group][i], strict=True):
-                    if slot:
-                        assert start < at <= end
+                    if slot and at <= end:
+                        assert start < at
                         self.states[group][int(slot)] = prefix[at]
 
-    def _attend(self, position, block, table, prefix, start, end) -> None:
-        rows = self.rows[position]
-        for p in range(start, end):
+    def _sample(self, plan: StepPlan) -> None:
+        self._sampled = {}
+        for i in range(int(plan.rows)):
+            slot = int(plan.slot[i])
+            if plan.samples[i]:
+                tokens, limit = self.live[slot]
+                accepted = int(self.rng.integers(0, plan.drafts[i] + 1))
+                count = min(accepted + 1, limit - len(tokens))
+                self._sampled[slot] = self.rng.integers(0, 3, count).tolist()
+
+    def _span(self, plan: StepPlan, i: int) -> tuple[list[int], int, int, int]:
+        """Tags of a row's prefixes, and where it starts, where what is kept of it ends, and where it ends."""
+        slot = int(plan.slot[i])
+        sampled = self._sampled.get(slot, [])
+        start, stop = int(plan.start[i]), int(plan.start[i] + plan.length[i])
+        end = stop - int(plan.drafts[i]) + (len(sampled) - 1 if plan.drafts[i] else 0)
+        return _prefixes(tuple(self.live[slot][0] + sampled)), start, end, stop
+
+    def _ahead(self, group: int) -> int:
+        """Tokens behind its own that a row depends on."""
+        return int(self.config.group(group).spec.draft and self.config.draft is not Draft.NONE)
+
+    def _write(self, position, group, table, prefix, start, end, stop) -> None:
+        rows, block = self.rows[position], self.config.group(group).block
+        last = min(stop + self.config.slots_ahead, self.config.max_context)
+        for p in range(start, last):
+            # A block is there for every row, drafts and the drafter's own included.
             assert table[p // block] > 0
-            rows[int(table[p // block]), p % block] = prefix[p + 1]
-        for p in range(end):
-            assert rows.get((int(table[p // block]), p % block)) == prefix[p + 1], f"position {p} is not its own"
+            tag = prefix[min(p + 1 + self._ahead(group), len(prefix) - 1)] if p < end else "rejected"
+            rows[int(table[p // block]), p % block] = tag
+
+    def _read(self, position, group, table, prefix, start, end) -> None:
+        rows, geometry = self.rows[position], self.config.group(group)
+        first = int(window_start(geometry, np.int32(start))) if geometry.kind.windowed else 0
+        for p in range(first, start):
+            found = rows.get((int(table[p // geometry.block]), p % geometry.block))
+            assert table[p // geometry.block] > 0 and found == prefix[p + 1 + self._ahead(group)], (
+                f"position {p} of {geometry.name} is not its own"
+            )
 
     def commit(self, plan: StepPlan) -> None:
-        requests, unit = self.config.max_requests, self.config.unit
+        requests = self.config.max_requests
         produced, finished = np.zeros(requests, np.int32), np.zeros(requests, bool)
+        drafts = np.zeros(requests, np.int32)
         keys = np.zeros((requests, transitions.keys_per_append(self.config), 4), np.uint32)
         for i in range(int(plan.rows)):
             slot = int(plan.slot[i])
             if plan.admitted[i]:
                 reason = Reason(int(plan.reason[i])).name
                 self.admissions.append((slot, int(plan.hit[i]), int(plan.junction[i]), reason))
-            if slot in self.live and plan.samples[i]:
+            if slot in self.live and slot in self._sampled:
                 tokens, limit = self.live[slot]
-                tokens.append(int(self.rng.integers(0, 3)))
-                produced[slot], finished[slot] = 1, len(tokens) >= limit
-                if len(tokens) % unit == 0:
-                    keys[slot, 0] = hashing.chain(np.array(tokens, np.int32), unit, hashing.seed())[-1]
-        self.preemptions = int(plan.counters[2])
+                before = named(self.config, len(tokens))
+                tokens += self._sampled[slot]
+                produced[slot], finished[slot] = len(self._sampled[slot]), len(tokens) >= limit
+                fresh = unit_keys(self.config, tokens)[before:]
+                keys[slot, : len(fresh)] = fresh
+                drafts[slot] = self.rng.integers(0, self.config.max_drafts + 1)
+        self.preemptions = int(plan.counters[PREEMPTED])
         self.state = _commit(self.config, self.state, transitions.Outcome(produced, finished, keys))
+        if self.config.max_drafts:
+            self.state = _propose(self.config, self.state, drafts)
         for slot in np.flatnonzero(finished):
             del self.live[int(slot)]
 
@@ -135,6 +184,22 @@ class Serving:
     @property
     def hits(self) -> list[int]:
         return [hit for _, hit, _, _ in self.admissions]
+
+
+def named(config: CacheConfig, known: int) -> int:
+    """Units of `known` tokens that have a key."""
+    return max(known - config.lookahead, 0) // config.unit
+
+
+def unit_keys(config: CacheConfig, tokens: list[int]) -> np.ndarray:
+    """Keys of the units of `tokens` that have one."""
+    unit, count = config.unit, named(config, len(tokens))
+    extras = []
+    if config.lookahead:
+        ends = [(i + 1) * unit for i in range(count)]
+        seen = [np.array(tokens[end : end + config.lookahead], np.int32).tobytes() for end in ends]
+        extras = [hashlib.blake2s(tokens, digest_size=16).digest() for tokens in seen]
+    return hashing.chain(np.array(tokens[: count * unit], np.int32), unit, hashing.seed(), extras)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybrid_kv.cache import index, transitions
-from hybrid_kv.cache.checkpoints import wanted_boundaries
+from hybrid_kv.cache.checkpoints import wanted_points
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.lookup import SALTED, SKIP_READ
 from hybrid_kv.cache.state import initial_state
@@ -75,13 +75,36 @@ def test_a_withdrawn_step_is_planned_again():
     serving.assert_sound()
 
 
-def test_two_equal_prompts_of_one_step_never_share_unwritten_blocks():
+def test_the_second_of_two_equal_prompts_waits_for_the_state_the_first_one_saves():
     serving = Serving(config())
     for _ in range(2):
         serving.add(prompt(0, 60))
+    assert serving.step().rows == 1
+    assert serving.step().hit[0] == 48
+    assert serving.hits == [0, 48]
+
+
+def test_whole_blocks_of_rows_are_shared_in_the_step_that_writes_them():
+    specs = [GroupSpec("mla", "mla", 16)]
+    serving = Serving(CacheConfig(resolve(specs), (41,), (0,), max_requests=4, max_context=256, token_budget=256))
+    for _ in range(2):
+        serving.add(prompt(0, 60))
+    assert serving.step().rows == 2
+    assert serving.hits == [0, 48]
+
+
+def test_an_aborted_writer_leaves_nothing_to_find_but_its_sharer_goes_on():
+    specs = [GroupSpec("mla", "mla", 16)]
+    serving = Serving(CacheConfig(resolve(specs), (41,), (0,), max_requests=4, max_context=256, token_budget=256))
+    writer = serving.add(prompt(0, 60), 5)
+    serving.add(prompt(0, 60), 5)
+    plan = serving.plan()
+    serving.execute(plan)
+    serving.abort(writer)
+    serving.commit(plan)
+    serving.assert_sound()
     serving.run()
-    assert serving.hits == [0, 0]
-    assert serve(serving, prompt(0, 60)) == 48
+    assert serving.hits == [0, 48]
 
 
 def test_a_whole_hit_leaves_one_token_and_the_chain_goes_on():
@@ -114,7 +137,7 @@ def test_a_hole_ends_the_hit():
     serve(serving, tokens)
     chain = np.asarray(serving.state.keys)
     key = index.tag(jnp.asarray(chain[0, 1]), 0)
-    block = index.find(serving.state.entries, key[None])
+    block = index.find(serving.state.entries, key[None]).block
     serving.state = index.remove_blocks(serving.state, block)
     assert serve(serving, tokens) == 0
     assert serving.admissions[-1][2:] == (16, "NO_STATE")
@@ -258,7 +281,7 @@ def test_reset_is_refused_while_a_request_runs_and_forgets_all_after():
 
 def test_the_state_has_few_arrays_and_starts_clean():
     state = initial_state(config())
-    assert len(state) == 10
+    assert len(state) == 11
     Serving(config()).assert_sound()
 
 
@@ -310,13 +333,13 @@ def test_evicting_an_old_copy_does_not_hide_a_newer_one():
     stem = prompt(0, 16)
     serve(serving, [*stem, *prompt(1, 17)])
     key = index.tag(jnp.asarray(np.asarray(serving.state.keys)[0, 0]), 0)
-    old = int(index.find(serving.state.entries, key[None])[0])
+    old = int(index.find(serving.state.entries, key[None]).block[0])
     serving.add([*stem, *prompt(2, 17)], flags=SKIP_READ)
     serving.run()
-    newest = int(index.find(serving.state.entries, key[None])[0])
+    newest = int(index.find(serving.state.entries, key[None]).block[0])
     assert 0 < old != newest > 0
     serve(serving, [*stem, *prompt(3, 17)])
-    newest = int(index.find(serving.state.entries, key[None])[0])
+    newest = int(index.find(serving.state.entries, key[None]).block[0])
     serving.add([*stem, *prompt(4, 17)])
     plan = serving.step()
     assert plan.hit[0] == 16 and int(plan.copies[0][0, 0]) == newest
@@ -324,7 +347,8 @@ def test_evicting_an_old_copy_does_not_hide_a_newer_one():
 
 
 def test_a_resumed_request_keeps_the_boundaries_of_all_it_knows():
-    wanted = wanted_boundaries(config(), *(jnp.int32(n) for n in (20, 32, 0, 0)))
+    none = jnp.zeros((config().placement.junctions,), jnp.int32)
+    wanted = wanted_points(config(), initial_state(config()), jnp.int32(20), jnp.int32(32), jnp.int32(0), none)
     assert sorted(int(n) for n in wanted if n) == [16, 32]
 
 

@@ -1,0 +1,274 @@
+"""The compiled core behind the reference model's methods, so that scenarios run through either.
+
+Requests beyond the request slots wait outside, in the order they came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from hybrid_kv import hashing
+from hybrid_kv.cache import lookup, transitions
+from hybrid_kv.cache.config import CacheConfig, Placement
+from hybrid_kv.cache.reference.lookup import Hit
+from hybrid_kv.cache.reference.rules import Rules
+from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, RUNNING, CacheState, initial_state, layout
+from hybrid_kv.errors import UserError
+from hybrid_kv.schedule.step import schedule
+
+
+def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheConfig:
+    """The compiled core's configuration for the model's rules.
+
+    slots: requests held at once. max_context: tokens of the longest request. drafts: most tokens verified at once.
+    """
+    return CacheConfig(
+        geometry=rules.geometry.unsharded(),
+        pool_blocks=tuple(blocks + 1 for blocks in rules.pool_blocks),
+        group_pool=rules.group_pool,
+        max_requests=slots,
+        max_context=max_context,
+        token_budget=rules.token_budget,
+        chunk_limit=rules.chunk_limit,
+        max_prefills=slots,
+        max_drafts=drafts,
+        slots_ahead=rules.slots_ahead,
+        draft=rules.draft,
+        lookahead=rules.lookahead,
+        priority=rules.priority,
+        placement=Placement(rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention),
+        prefix_caching=rules.caching,
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """tokens: prompt and answer so far. chain: keys of its units, uint32[n, 4]. slot: -1 while it waits outside."""
+
+    name: str
+    tokens: list[int]
+    prompt: int
+    priority: int
+    flags: int
+    seed: np.ndarray
+    chain: np.ndarray
+    slot: int = -1
+    computed: int = 0
+    drafts: int = 0
+
+
+@dataclasses.dataclass
+class Row:
+    """start, length: tokens computed, drafts included. drafts: of those."""
+
+    request: Request
+    start: int
+    length: int
+    drafts: int
+
+
+@dataclasses.dataclass
+class Step:
+    """rows; admitted: request -> its hit; preempted: names; copies: number of copies."""
+
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    admitted: dict[str, Hit] = dataclasses.field(default_factory=dict)
+    preempted: list[str] = dataclasses.field(default_factory=list)
+    copies: int = 0
+
+
+@dataclasses.dataclass
+class _Pool:
+    free: int
+    evicted: int = 0
+
+
+@functools.cache
+def _compiled(config: CacheConfig):
+    def jit(transition, donate=True):
+        options = {"xla_backend_optimization_level": 0}
+        donated = {"donate_argnums": 0} if donate else {}
+        return jax.jit(functools.partial(transition, config), compiler_options=options, **donated)
+
+    return {
+        "arrive": jit(transitions.arrive), "schedule": jit(schedule), "commit": jit(transitions.commit),
+        "abort": jit(transitions.abort), "propose": jit(transitions.propose), "reset": jit(transitions.reset), "lookup": jit(lookup.lookup, donate=False),
+    }  # fmt: skip
+
+
+class Core:
+    """See the module; methods as those of `cache.reference.Model`."""
+
+    def __init__(self, rules: Rules, config: CacheConfig) -> None:
+        self.rules, self.config = rules, config
+        self.requests: dict[str, Request] = {}
+        self._state = initial_state(config)
+        self._jit = _compiled(config)
+        self._slots: list[Request | None] = [None] * config.max_requests
+        self._outside: list[Request] = []
+        self._seen = self._host()
+
+    def arrive(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        answer: int = 1,
+        salt: Hashable = None,
+        priority: int = 0,
+        read_cache: bool = True,
+    ) -> None:
+        """A new request, waiting. Raises UserError for one that can never run."""
+        longest = len(prompt) + answer
+        if not prompt or longest > self.config.max_context:
+            raise UserError("prompt", len(prompt), f"use 1 to {self.config.max_context - answer} tokens")
+        for number, (need, blocks) in enumerate(
+            zip(self.config.blocks_of(longest), self.config.pool_blocks, strict=True)
+        ):
+            if need >= blocks:
+                raise UserError(f"pool_blocks[{number}]", blocks, f"this request alone needs {need} blocks")
+        flags = (lookup.SALTED if salt is not None else 0) | (0 if read_cache else lookup.SKIP_READ)
+        seed = hashing.seed("" if salt is None else repr(salt))
+        request = Request(name, list(prompt), len(prompt), priority, flags, seed, np.zeros((0, 4), np.uint32))
+        self._extend(request)
+        self.requests[name] = request
+        self._outside.append(request)
+        self._enter()
+
+    def schedule(self) -> Step:
+        self._enter()
+        if self.config.max_drafts:
+            drafts = [request.drafts if request else 0 for request in self._slots]
+            self._state = self._jit["propose"](self._state, np.array(drafts, np.int32))
+            self._seen = self._host()
+        before = self._seen
+        self._state = self._jit["schedule"](self._state)
+        fields = layout(self.config)
+        self._seen = after = self._host()
+        step = Step()
+        for slot, request in enumerate(self._slots):
+            if request is None:
+                continue
+            row = after.requests[slot]
+            if row[fields.PREEMPTIONS] > before.requests[slot][fields.PREEMPTIONS]:
+                step.preempted.append(request.name)
+            request.computed, request.drafts = int(row[fields.COMPUTED]), 0
+            if row[fields.SCHEDULED]:
+                drafts = int(row[fields.VERIFYING])
+                step.rows.append(Row(request, request.computed, int(row[fields.SCHEDULED]), drafts))
+                step.copies += int((row[fields.copy_source] > 0).sum())
+                if row[fields.ADMITTED]:
+                    hit = int(row[fields.HIT])
+                    step.admitted[request.name] = Hit(hit, max(int(row[fields.JUNCTION]), hit))
+        return step
+
+    def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> list:
+        slots = self.config.max_requests
+        keys = np.zeros((slots, transitions.keys_per_append(self.config), hashing.KEY_WORDS), np.uint32)
+        outcome = transitions.Outcome(np.zeros(slots, np.int32), np.zeros(slots, bool), keys)
+        for name, sampled in answers.items():
+            request = self.requests.get(name)
+            if request is None:
+                continue
+            before = len(request.chain)
+            request.tokens += sampled
+            self._extend(request)
+            fresh = request.chain[before:]
+            keys[request.slot, : len(fresh)] = fresh
+            outcome.produced[request.slot] = len(sampled)
+            outcome.finished[request.slot] = name in ended
+        self._state = self._jit["commit"](self._state, outcome)
+        for name in ended:
+            self._leave(self.requests[name])
+        self._seen = self._host()
+        return []
+
+    def propose(self, name: str, drafts: int) -> None:
+        """Draft tokens to verify in the request's next row."""
+        self.requests[name].drafts = drafts
+
+    def abort(self, name: str) -> None:
+        request = self.requests.get(name)
+        if request is None:
+            return
+        if request.slot < 0:
+            self._outside.remove(request)
+        else:
+            self._state = self._jit["abort"](self._state, np.int32(request.slot))
+            self._seen = self._host()
+        self._leave(request)
+
+    def probe(self, prompt: Sequence[int], salt: Hashable = None) -> Hit:
+        """The hit a prompt would get."""
+        seed = hashing.seed("" if salt is None else repr(salt))
+        request = Request("", list(prompt), len(prompt), 0, 0, seed, np.zeros((0, 4), np.uint32))
+        self._extend(request)
+        found = self._jit["lookup"](self._state, self._keys(request), np.int32(len(prompt)), np.int32(0))
+        return Hit(int(found.hit), max(int(found.junction), int(found.hit)))
+
+    def reset(self) -> bool:
+        """Forget all content; False, and nothing changed, while any request runs."""
+        self._state, done = self._jit["reset"](self._state)
+        self._seen = self._host()
+        return bool(done)
+
+    @property
+    def running(self) -> list[str]:
+        status = self._seen.requests[:, layout(self.config).STATUS]
+        return [one.name for slot, one in enumerate(self._slots) if one and status[slot] == RUNNING]
+
+    @property
+    def waiting(self) -> list[str]:
+        running = set(self.running)
+        return [name for name in self.requests if name not in running]
+
+    @property
+    def pools(self) -> list[_Pool]:
+        evicted = int(self._seen.counters[EVICTED])
+        return [_Pool(int(row[FREE_BLOCKS]), evicted) for row in self._seen.pools]
+
+    def _host(self) -> CacheState:
+        """The small arrays of the state on the host; the others are not looked at."""
+        small = {"requests": 0, "pools": 0, "counters": 0}
+        return self._state._replace(**{name: np.asarray(getattr(self._state, name)) for name in small})
+
+    def _enter(self) -> None:
+        while self._outside and None in self._slots:
+            request = self._outside.pop(0)
+            self._state, slot = self._jit["arrive"](
+                self._state, np.int32(request.prompt), np.int32(request.flags), self._keys(request),
+                np.int32(request.priority),
+            )  # fmt: skip
+            request.slot = int(slot)
+            self._slots[request.slot] = request
+        self._seen = self._host()
+
+    def _leave(self, request: Request) -> None:
+        del self.requests[request.name]
+        if request.slot >= 0:
+            self._slots[request.slot] = None
+
+    def _keys(self, request: Request) -> np.ndarray:
+        keys = np.zeros((self.config.units, hashing.KEY_WORDS), np.uint32)
+        keys[: len(request.chain)] = request.chain
+        return keys
+
+    def _extend(self, request: Request) -> None:
+        """Append the keys of the units that the request's tokens complete."""
+        unit, ahead = self.config.unit, self.config.lookahead
+        first, stop = len(request.chain), max(len(request.tokens) - ahead, 0) // self.config.unit
+        tokens = np.array(request.tokens[first * unit : stop * unit], np.int32)
+        extras = [_digest(request.tokens[(i + 1) * unit : (i + 1) * unit + ahead]) for i in range(first, stop)]
+        parent = request.chain[-1] if first else request.seed
+        fresh = hashing.chain(tokens, unit, parent, extras if ahead else ())
+        request.chain = np.concatenate([request.chain, fresh])
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2s(np.array(tokens, np.int32).tobytes(), digest_size=16).digest()
