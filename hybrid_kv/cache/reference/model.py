@@ -64,6 +64,8 @@ class Model:
         self.running: list[str] = []
         self._pending: dict[Name, Block] = {}
         self._arrivals = 0
+        # Wanted states that no block was spent on.
+        self.skipped_states = 0
         # Whether the last step had work that found no blocks: then only states that a resume needs are saved.
         self._short = False
 
@@ -347,6 +349,8 @@ class Model:
             optional = boundary in request.rungs or boundary not in request.points
             if not (self._short and optional) and self._room_for_states(boundary in request.shared):
                 chosen.append((boundary, [self._pool(group).take() for group in recurrent]))
+            else:
+                self.skipped_states += 1
         return chosen
 
     def _room_for_states(self, proven: bool) -> bool:
@@ -368,13 +372,23 @@ class Model:
         """Boundaries in (start, end] whose state is worth a block of its own."""
         hashed = len(request.chain) * self.rules.unit
         wanted = {point for point in request.points if start < point <= min(end, hashed)}
-        retention = self.rules.retention
-        for group in self.rules.geometry.recurrent:
-            block = self.rules.geometry.groups[group].block
-            every = math.lcm(block, self.rules.geometry.hit_unit) if retention is None else retention
-            if every:
-                wanted |= set(range(start // every * every + every, min(end, hashed) + 1, every))
+        for every in self._grids():
+            wanted |= set(range(start // every * every + every, min(end, hashed) + 1, every))
         return wanted
+
+    def _grids(self) -> set[int]:
+        """Distances at which retention keeps states, one for each recurrent group at most."""
+        geometry, retention = self.rules.geometry, self.rules.retention
+        if retention is None:
+            return {math.lcm(geometry.groups[group].block, geometry.hit_unit) for group in geometry.recurrent}
+        return {retention} if retention and geometry.recurrent else set()
+
+    def _first_to_go(self, request: Request, boundary: int) -> bool:
+        """Whether a state is taken again before everything else: a rung of a ladder, or one of a grid, but for those at
+        1, 2, 4, 8, ... times its distance. However many go, a fork still finds one more than half way to it."""
+        if boundary in request.points:
+            return boundary in request.rungs
+        return all(boundary % every or (boundary // every).bit_count() > 1 for every in self._grids())
 
     def _announce(self, request: Request, row: Row) -> None:
         """Content that exists once this step has run, for sharing inside it."""
@@ -445,7 +459,7 @@ class Model:
             for group, block in zip(recurrent, blocks, strict=True):
                 if boundary <= request.computed:
                     self.index.add((group, request.chain[boundary // unit - 1]), block)
-                block.spare = boundary in request.rungs
+                block.spare = self._first_to_go(request, boundary)
                 block.pool.drop(block)
         self._publish(request)
 
@@ -524,6 +538,9 @@ class Model:
             return None
         # Where one request resumed, the next may.
         points = request.points | {request.hit}
+        if not rules.geometry.recurrent:
+            # No states tie a hit to the points: a prompt that is edited in the unit before one resumes there.
+            points |= {point - rules.geometry.hit_unit for point in request.points}
         if rules.turn_end:
             points.add(self._turn_end(request))
         if rules.retention:
