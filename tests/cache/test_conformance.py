@@ -9,15 +9,6 @@ from hybrid_kv.cache.reference import Draft
 from tests.cache.bench import Bench, full, state, tokens, window
 
 
-def test_eviction_takes_nameless_blocks_first_and_a_tail_before_its_head():  # A1, A2
-    bench = Bench([full(16)], 16, blocks=10)
-    bench.serve(a=tokens(0, 55))
-    pool = bench.model.pools[0]
-    order = [block.number for block in pool.next(10)]
-    assert order[0] == 4 and order[-3:] == [3, 2, 1]
-    assert bench.serve(b=[*tokens(0, 48), 7]) == [48]
-
-
 def test_a_prefix_that_others_share_gets_a_state_while_one_prefills():  # E11, E12
     bench = Bench([full(16), state(16)], 16)
     shared = tokens(0, 32)

@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from hybrid_kv.cache.state import PLACES
 from hybrid_kv.errors import UserError
 from hybrid_kv.hashing import Adapter, ExtraKeys, Media, new_secret
 from hybrid_kv.models.checkpoint_io import random_checkpoint
@@ -312,6 +314,27 @@ def test_a_secret_is_in_every_key(make_engine, tiny_checkpoint):
     engines[0].abort(requests[0].id)
     with pytest.raises(UserError, match="secret: got 'bytes of length 3'"):
         Engine.from_checkpoint(tiny_checkpoint, "1x1", OPTIONS, secret=b"abc")
+
+
+def test_what_free_blocks_and_states_hold_reaches_no_token(make_engine):
+    engine = make_engine()
+    prompts = shared_prompts(18, 2)
+    params = SamplingParams(max_tokens=8, ignore_stop=True)
+    expected = [result.tokens for result in engine.generate(prompts, params)]
+    state, offset = engine._controller.state, engine.config.pool_offset
+    nameless = ~(np.asarray(state.blocks)[:, PLACES:] > 0).any(1)
+    nameless[list(offset)] = False  # the null blocks
+    mla, states = nameless[: offset[1]], nameless[offset[1] :]
+    caches = engine._device.caches
+    engine._device.caches = type(caches)(*(
+        jax.device_put(np.where(free.reshape(-1, *[1] * (array.ndim - 2)), np.nan, np.asarray(array)), array.sharding)
+        for array, free in ((caches.mla, mla), (caches.kda, states), (caches.conv, states))
+    ))  # fmt: skip
+    assert mla.any() and states.any()
+    again = engine.generate(prompts, params)
+    assert [result.tokens for result in again] == expected
+    assert all(result.hit == (result.prompt_length - 1) // 64 * 64 for result in again)
+    engine._device.caches = caches
 
 
 SECRETS = (b"0123456789abcdef", b"0123456789abcdef", new_secret())

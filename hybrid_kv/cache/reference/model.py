@@ -490,19 +490,26 @@ class Model:
         return min(computed // self.rules.unit, len(request.chain) - self.rules.lag(group))
 
     def _follow_turn(self, request: Request, row: Row) -> list[Turn]:
-        """While decoding, the state at each boundary overwrites one private block of the request."""
+        """While decoding, the state at each boundary overwrites a private block of the request.
+
+        Where later tokens must be known before anyone can resume there, the one before is kept until they are.
+        """
         recurrent, rules = self.rules.geometry.recurrent, self.rules
         if not (recurrent and rules.caching and rules.turn_end) or request.computed <= request.prompt:
             return []
-        boundary = self._turn_end(request)
+        boundary = request.computed // rules.geometry.hit_unit * rules.geometry.hit_unit
         if not max(row.start, request.prompt - 1) < boundary:
             return []
-        if request.ending[recurrent[0]] is None and (self._short or not self._room_for_states(False)):
+        ready = sum(end <= self._turn_end(request) for end, _ in request.ending)
+        superseded = ready if boundary <= self._turn_end(request) else ready - 1
+        if superseded > 0:
+            blocks = request.ending.pop(0)[1]
+        elif not self._short and self._room_for_states(False):
+            blocks = [self._pool(group).take() for group in recurrent]
+        else:
             return []
-        for group in recurrent:
-            pair = request.ending[group]
-            request.ending[group] = (boundary, pair[1] if pair else self._pool(group).take())
-        return [Turn(request, boundary, [pair[1] for pair in request.ending if pair])]
+        request.ending.append((boundary, blocks))
+        return [Turn(request, boundary, blocks)]
 
     def _turn_end(self, request: Request) -> int:
         """The last boundary of what is computed at which a later request can resume."""
@@ -561,15 +568,18 @@ class Model:
                     state = self.index.find((group, request.chain[boundary // self.rules.unit - 1]))
                     if state is not None:
                         state.pool.refresh(state)
+        ready = [pair for pair in request.ending if pair[0] <= self._turn_end(request)]
+        for boundary, blocks in ready[-1:]:
+            for group, block in zip(self.rules.geometry.recurrent, blocks, strict=True):
+                self.index.add((group, request.chain[boundary // self.rules.unit - 1]), block)
+        for _, blocks in request.ending:
+            for block in blocks:
+                block.pool.drop(block)
         for group, geometry in enumerate(self.rules.geometry.groups):
             if (pair := request.copy[group]) is not None:
                 pair[0].pool.drop(pair[0])
             if (read := request.state_read[group]) is not None:
                 read.pool.drop(read)
-            if (end := request.ending[group]) is not None:
-                boundary, block = end
-                self.index.add((group, request.chain[boundary // self.rules.unit - 1]), block)
-                block.pool.drop(block)
             table = request.tables[group]
             if geometry.kind.windowed:
                 self._part(request, group, sorted(table))
@@ -585,7 +595,7 @@ class Model:
     def _clear(self, request: Request) -> None:
         count = len(self.rules.geometry.groups)
         request.tables = [{} for _ in range(count)]
-        request.state_read, request.copy, request.ending = [None] * count, [None] * count, [None] * count
+        request.state_read, request.copy, request.ending = [None] * count, [None] * count, []
         request.published = [0] * count
         request.computed = request.drafts = 0
 
