@@ -69,6 +69,46 @@ def test_a_prompt_in_two_chunks_keeps_its_end_and_what_retention_asks_for(retent
     assert bench.serve(b=prompt) == [(240 // unit - 1) * unit if drop else 239 // unit * unit]
 
 
+@pytest.mark.parametrize(("unit", "lookahead"), [(32, 0), (16, 0), (16, 1), (16, 3)])
+@pytest.mark.parametrize(("prompt", "answer"), [(104, 1), (200, 1), (40, 25), (40, 26), (150, 44)])
+@pytest.mark.parametrize("budget", [64, 3200])
+def test_what_is_planned_is_what_is_saved_and_filed(unit, lookahead, prompt, answer, budget):  # I11
+    rules = {"draft": Draft.LOOKAHEAD, "lookahead": lookahead} if lookahead else {}
+    bench = Bench([full(32, draft=bool(rules)), state(32)], unit, token_budget=budget, turn_end=False, **rules)
+    request = bench.arrive("a", tokens(0, prompt), answer)
+    planned = []
+    while request.name in bench.model.requests:
+        step = bench.schedule()
+        planned += [boundary for row in step.rows for boundary, _ in row.emissions]
+        bench.commit(step)
+    last = prompt - max(lookahead, 1)
+    assert last // unit * unit in planned
+    assert bench.filed(request.tokens, 1) == sorted(planned)
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "prompt", "hit"),
+    [(0, 1089, 1088), (1, 1089, 1088), (2, 1089, 1024), (2, 1090, 1088), (3, 1089, 1024), (3, 1091, 1088)],
+)
+def test_a_resent_prompt_leaves_the_tokens_that_prove_its_end(lookahead, prompt, hit):  # I14
+    rules = {"draft": Draft.LOOKAHEAD, "lookahead": lookahead} if lookahead else {}
+    bench = Bench([full(128, draft=bool(rules)), state(64)], 64, **rules)
+    bench.serve(a=tokens(0, prompt))
+    assert bench.serve(b=tokens(0, prompt)) == [hit]
+
+
+def test_a_resent_prompt_with_a_drop_and_with_lookahead():  # B14: 16 and 16 with a drop in the reference system
+    for rules, hits in (
+        # The third unit of 48 tokens proves the second, though its last token is computed again.
+        ({"draft": Draft.DROP}, [32, 16]),
+        ({"draft": Draft.LOOKAHEAD, "lookahead": 1}, [32, 32]),
+    ):
+        for prompt, hit in zip((48, 37), hits, strict=True):
+            bench = Bench([full(16, draft=True)], 16, **rules)
+            bench.serve(a=tokens(0, prompt))
+            assert bench.serve(b=tokens(0, prompt)) == [hit]
+
+
 def test_lookahead_tokens_are_what_the_drafter_reads_ahead():  # B8
     config = {"groups": [{"kind": "mla", "block_size": 16}], "num_blocks": 9, "num_speculative_tokens": 2}
     cases = [
