@@ -118,6 +118,16 @@ def test_lookahead_tokens_are_what_the_drafter_reads_ahead():  # B8
     assert [rules_of(config | more).lookahead for more, _ in cases] == [want for _, want in cases]
 
 
+def test_of_the_states_of_a_grid_the_unspaced_go_first_and_a_prompts_end_last():
+    bench = Bench([full(64), state(64)], 16, blocks=(20, 5), retention=None)
+    prompt = tokens(0, 250)
+    bench.serve(a=prompt)
+    assert bench.filed(prompt, 1) == [64, 128, 192, 240]
+    bench.serve(b=tokens(1, 120))
+    assert bench.model.pools[1].evicted == 2
+    assert bench.filed(prompt, 1) == [64, 240]
+
+
 # Sharing a state
 
 
