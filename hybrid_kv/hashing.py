@@ -1,48 +1,229 @@
-"""The block-hash chain: one key per hash unit, each naming its whole prefix.
+"""The block-hash chain: one key per hash unit, each naming its whole prefix and all it depends on.
 
-    key_i = BLAKE2s-128( key_{i-1} | tokens of unit i as little-endian int32 | extra_i )
+    key_i = BLAKE2s-128( key_{i-1} | tokens [iH, (i+1)H + L) as little-endian int32 | extra_i )
+
+H: tokens of a unit. L: lookahead tokens, which a key proves besides its own (0: none). Both are in BLAKE2s's
+personalisation, so chains of unlike H or L never meet. extra_i: 16 bytes, `extra_digest` of what the content of
+the same range depends on besides tokens: adapter, media, embeddings; zeros where there is nothing.
 
 `seed` stands in for key_{-1}: it folds an optional secret and an optional salt, so prefixes under
-different salts, or in different processes with different secrets, never meet. BLAKE2s (RFC 7693)
-works on 32-bit words, so `chain_jnp` computes the same keys on an accelerator.
+different salts, or in processes with different secrets, never meet. BLAKE2s (RFC 7693) works on 32-bit
+words, so `chain_jnp` computes the same keys on an accelerator. 128 bits: no collision is ever met by accident; a
+caller that could search 2**64 prefixes for one is kept from it by a secret, since nothing can be searched without it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+import secrets
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hybrid_kv.errors import UserError
+
 KEY_WORDS = 4
 _DIGEST_BYTES = 4 * KEY_WORDS
-_NO_EXTRA = bytes(_DIGEST_BYTES)
+_LEAST_SECRET = 16
+
+
+def new_secret() -> bytes:
+    """A secret for `seed`, 32 random bytes; processes that shall find each other's prefixes share one."""
+    return secrets.token_bytes(32)
 
 
 def seed(salt: str = "", secret: bytes = b"") -> np.ndarray:
-    """Parent of the first unit, uint32[4]. salt separates tenants; secret separates processes."""
-    text = len(salt.encode()).to_bytes(8, "little") + salt.encode() + secret
-    return np.frombuffer(hashlib.blake2s(text, digest_size=_DIGEST_BYTES).digest(), "<u4").copy()
+    """Parent of the first unit, uint32[4].
 
-
-def chain(tokens: np.ndarray, unit: int, parent: np.ndarray, extras: Sequence[bytes] = ()) -> np.ndarray:
-    """Keys of all whole units of `tokens`.
-
-    tokens: int32[T]. parent: uint32[4], the seed or the key of the unit before.
-    extras: optional 16-byte digest per unit (adapter, media), empty for none.
-    Returns uint32[T // unit, 4]; a trailing part of a unit has no key.
+    salt: separates tenants; "" is none. secret: separates processes, b"" is none, then keys depend on
+    content alone. Raises UserError for values of another type and for a secret under 16 bytes.
     """
-    count = len(tokens) // unit
-    data = np.ascontiguousarray(tokens[: count * unit], dtype="<i4").tobytes()
-    step, key, digest = 4 * unit, parent.astype("<u4").tobytes(), hashlib.blake2s
+    if not isinstance(salt, str):
+        raise UserError("salt", salt, 'give a text; "" is none')
+    if not isinstance(secret, bytes) or 0 < len(secret) < _LEAST_SECRET:
+        # The value stays out of the message.
+        fix = f'give at least {_LEAST_SECRET} bytes, as hashing.new_secret() does, or b"" for none'
+        raise UserError("secret", f"{type(secret).__name__} of length {len(secret)}", fix)
+    return _words(_digest(_sized(_text(salt)) + secret))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A set of weights that all rows of a request are computed with. The path counts: names are used again."""
+
+    name: str
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("name", "path"):
+            if not isinstance(getattr(self, field), str):
+                raise UserError(f"adapter.{field}", getattr(self, field), "give a text")
+        if not self.name:
+            raise UserError("adapter.name", self.name, "give a name; a request without an adapter has adapter=None")
+
+
+@dataclasses.dataclass(frozen=True)
+class Media:
+    """An image, sound or the like that stands in for `length` tokens from position `offset` on.
+
+    content: names what is in it, such as a digest of its bytes; equal content may be shared, so unlike must differ.
+    """
+
+    content: str
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str) or not self.content:
+            raise UserError("media.content", self.content, "give a text that names the content, such as its digest")
+        for field, least in (("offset", 0), ("length", 1)):
+            value = getattr(self, field)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not least <= value < 1 << 31:
+                raise UserError(f"media.{field}", value, f"use a whole number of tokens in [{least}, 2**31)")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExtraKeys:
+    """What the content of a prefix depends on besides its tokens.
+
+    media: in any order. embeddings: [P, width], row p taken in place of the token at position p; None for none.
+    """
+
+    adapter: Adapter | None = None
+    media: tuple[Media, ...] = ()
+    embeddings: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.adapter is not None and not isinstance(self.adapter, Adapter):
+            raise UserError("extra_keys.adapter", self.adapter, "give a hashing.Adapter or None")
+        if not isinstance(self.media, tuple) or not all(isinstance(item, Media) for item in self.media):
+            raise UserError("extra_keys.media", self.media, "give a tuple of hashing.Media")
+        rows = self.embeddings
+        if rows is not None and not (isinstance(rows, np.ndarray) and rows.ndim == 2):
+            raise UserError("extra_keys.embeddings", type(rows).__name__, "give a numpy array [positions, width]")
+
+
+NO_EXTRA_KEYS = ExtraKeys()
+
+
+def extra_digest(extra: ExtraKeys, start: int, stop: int) -> bytes:
+    """16 bytes over all that positions [start, stop) depend on besides tokens; zeros if there is nothing.
+
+    The adapter counts everywhere, media by content and offset from `start` (negative if an item began before) where
+    they overlap the range, embeddings by the rows in it. Every kind has a tag and every part its length, so none
+    reads as another.
+    """
+    parts = []
+    if extra.adapter is not None:
+        parts += [b"A", _sized(_text(extra.adapter.name)), _sized(_text(extra.adapter.path))]
+    found = [item for item in extra.media if item.offset < stop and item.offset + item.length > start]
+    for item in sorted(found, key=lambda item: (item.offset, item.content)):
+        offset = (int(item.offset) - start).to_bytes(8, "little", signed=True)
+        parts += [b"M", _sized(_text(item.content)), offset]
+    if extra.embeddings is not None and len(rows := extra.embeddings[start:stop]):
+        form = f"{rows.dtype.str} {rows.dtype.name} {rows.shape}"
+        parts += [b"E", _sized(form.encode()), _sized(rows.tobytes())]
+    return _digest(b"".join(parts)) if parts else bytes(_DIGEST_BYTES)
+
+
+def extra_digests(extra: ExtraKeys, first: int, count: int, unit: int, lookahead: int = 0) -> np.ndarray:
+    """`extra_digest` of units first .. first + count - 1, each with its lookahead: uint32[count, 4]."""
+    starts = range(first * unit, (first + count) * unit, unit)
+    data = b"".join(extra_digest(extra, start, start + unit + lookahead) for start in starts)
+    return _words(data).reshape(count, KEY_WORDS)
+
+
+def key_count(tokens: int, unit: int, lookahead: int = 0) -> int:
+    """Units of `tokens` tokens that have a key: those whose own tokens and lookahead tokens exist."""
+    if unit < 1:
+        raise UserError("unit", unit, "use at least 1 token")
+    if lookahead < 0:
+        raise UserError("lookahead", lookahead, "use 0 or more tokens")
+    return max(tokens - lookahead, 0) // unit
+
+
+def chain(
+    tokens: np.ndarray, unit: int, parent: np.ndarray, extras: np.ndarray | None = None, lookahead: int = 0
+) -> np.ndarray:
+    """Keys of all units of `tokens` that are complete with their lookahead.
+
+    tokens: int32[T], from the start of a unit. parent: uint32[4], the seed or the key of the unit before.
+    extras: uint32[U, 4] from `extra_digests`, a row for each key at least; None for zeros.
+    Returns uint32[(T - lookahead) // unit, 4].
+    """
+    count = key_count(len(tokens), unit, lookahead)
+    if extras is None:
+        extras = np.zeros((count, KEY_WORDS), np.uint32)
+    _check_extras(extras.shape, count)
+    step, width = 4 * unit, 4 * (unit + lookahead)
+    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    extra = np.ascontiguousarray(extras, dtype="<u4").tobytes()
+    empty = hashlib.blake2s(digest_size=_DIGEST_BYTES, person=_person(unit, lookahead))
+    key = parent.astype("<u4").tobytes()
     out = bytearray()
     for i in range(count):
-        extra = extras[i] if extras else _NO_EXTRA
-        key = digest(key + data[i * step : (i + 1) * step] + extra, digest_size=_DIGEST_BYTES).digest()
+        link = empty.copy()
+        link.update(key + data[i * step : i * step + width] + extra[i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES])
+        key = link.digest()
         out += key
-    return np.frombuffer(bytes(out), "<u4").reshape(count, KEY_WORDS).astype(np.uint32)
+    return _words(bytes(out)).reshape(count, KEY_WORDS)
+
+
+class KeyChain:
+    """The keys of a token sequence that grows, each unit hashed once.
+
+    unit, lookahead: tokens. parent: uint32[4], the seed. extra: of the whole sequence, in absolute positions.
+    """
+
+    def __init__(self, unit: int, parent: np.ndarray, extra: ExtraKeys = NO_EXTRA_KEYS, lookahead: int = 0) -> None:
+        key_count(0, unit, lookahead)  # refuses sizes that cannot be
+        if not isinstance(extra, ExtraKeys):
+            raise UserError("extra_keys", extra, "give hashing.ExtraKeys")
+        self.unit, self.lookahead, self.extra = unit, lookahead, extra
+        self.units = 0
+        self._parent = parent
+
+    def extend(self, tokens: np.ndarray) -> np.ndarray:
+        """Keys of the units that became complete since the last call, uint32[new, 4].
+
+        tokens: int32[N], the whole sequence so far. Only what belongs to new units is read; one shorter than before
+        has none.
+        """
+        new = max(key_count(len(tokens), self.unit, self.lookahead) - self.units, 0)
+        first = self.units * self.unit
+        extras = extra_digests(self.extra, self.units, new, self.unit, self.lookahead)
+        fresh = tokens[first : first + new * self.unit + self.lookahead] if new else tokens[:0]
+        keys = chain(fresh, self.unit, self._parent, extras, self.lookahead)
+        self.units += new
+        self._parent = keys[-1] if new else self._parent
+        return keys
+
+
+def _text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2s(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _person(unit: int, lookahead: int) -> bytes:
+    return unit.to_bytes(4, "little") + lookahead.to_bytes(4, "little")
+
+
+def _words(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, "<u4").astype(np.uint32)
+
+
+def _check_extras(shape: tuple[int, ...], count: int) -> None:
+    if len(shape) != 2 or shape[0] < count or shape[1] != KEY_WORDS:
+        raise UserError("extras", shape, f"give uint32[{count}, {KEY_WORDS}], a row for each key")
 
 
 _IV = np.array(
@@ -103,15 +284,27 @@ def _compress(state: jax.Array, block: jax.Array, byte_count: jax.Array, last: j
     return state ^ jnp.concatenate([a, b]) ^ jnp.concatenate([c, d])
 
 
-def chain_jnp(tokens: jax.Array, unit: int, parent: jax.Array) -> jax.Array:
-    """`chain` without extras, as a jit-able function: int32[T], uint32[4] -> uint32[T // unit, 4]."""
-    words = 2 * KEY_WORDS + unit
-    blocks = -(-words // 16)
-    start = jnp.array(_IV) ^ jnp.array([0x01010000 | _DIGEST_BYTES] + [0] * 7, jnp.uint32)
-    counts = jnp.minimum(jnp.arange(1, blocks + 1, dtype=jnp.uint32) * 64, jnp.uint32(4 * words))
+def chain_jnp(
+    tokens: jax.Array, unit: int, parent: jax.Array, extras: jax.Array | None = None, lookahead: int = 0
+) -> jax.Array:
+    """`chain`, bit for bit, as a function that can be jitted with `unit` and `lookahead` static.
 
-    def one_unit(key, piece):
-        message = jnp.concatenate([key, piece, jnp.zeros(KEY_WORDS + blocks * 16 - words, jnp.uint32)])
+    tokens: int32[T]. parent: uint32[4]. extras: uint32[U, 4], None for zeros.
+    Returns uint32[(T - lookahead) // unit, 4]. A key depends on nothing behind its lookahead, so tokens may be padded
+    to a fixed T and the keys of units that are not complete yet ignored.
+    """
+    count = key_count(tokens.shape[0], unit, lookahead)
+    extras = jnp.zeros((count, KEY_WORDS), jnp.uint32) if extras is None else extras
+    _check_extras(extras.shape, count)
+    words = 2 * KEY_WORDS + unit + lookahead
+    blocks = -(-words // 16)
+    # RFC 7693, parameter block: digest length, no key, fanout 1, depth 1; personalisation in the last two words.
+    start = jnp.array(_IV) ^ jnp.array([0x01010000 | _DIGEST_BYTES, 0, 0, 0, 0, 0, unit, lookahead], jnp.uint32)
+    counts = jnp.minimum(jnp.arange(1, blocks + 1, dtype=jnp.uint32) * 64, jnp.uint32(4 * words))
+    padding = jnp.zeros(blocks * 16 - words, jnp.uint32)
+
+    def one_unit(key, item):
+        message = jnp.concatenate([key, *item, padding])
 
         def one_block(state, item):
             block, byte_count, last = item
@@ -121,6 +314,6 @@ def chain_jnp(tokens: jax.Array, unit: int, parent: jax.Array) -> jax.Array:
         state, _ = jax.lax.scan(one_block, start, items)
         return state[:KEY_WORDS], state[:KEY_WORDS]
 
-    count = tokens.shape[0] // unit
-    pieces = tokens[: count * unit].reshape(count, unit).astype(jnp.int32)
-    return jax.lax.scan(one_unit, parent.astype(jnp.uint32), jax.lax.bitcast_convert_type(pieces, jnp.uint32))[1]
+    at = jnp.arange(count)[:, None] * unit + jnp.arange(unit + lookahead)
+    pieces = jax.lax.bitcast_convert_type(tokens.astype(jnp.int32)[at], jnp.uint32)
+    return jax.lax.scan(one_unit, parent.astype(jnp.uint32), (pieces, extras[:count].astype(jnp.uint32)))[1]

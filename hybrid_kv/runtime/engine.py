@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hybrid_kv.cache.lookup import SKIP_READ
+from hybrid_kv import hashing
+from hybrid_kv.cache.lookup import SALTED, SKIP_READ
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import EVICTED, PREEMPTED, SKIPPED_STATES
 from hybrid_kv.errors import UserError
@@ -62,9 +63,16 @@ class Engine:
     """Serves one model replica. Not thread safe: one caller steps it."""
 
     def __init__(
-        self, model: KimiLinearConfig, params: Mapping[str, jax.Array], plan: CachePlan, mesh: Mesh, dtype: str
+        self,
+        model: KimiLinearConfig,
+        params: Mapping[str, jax.Array],
+        plan: CachePlan,
+        mesh: Mesh,
+        dtype: str,
+        secret: bytes = b"",
     ) -> None:
         config = plan.config
+        self._secret = secret
         self.model, self.plan, self.config, self.dtype = model, plan, config, dtype
         self.vocab_size = model.vocab_size
         self._stops = frozenset(model.eos_token_ids)
@@ -89,11 +97,14 @@ class Engine:
         mesh: str | MeshSpec | Mesh = "",
         cache: CacheOptions | None = None,
         dtype: str = "float32",
+        secret: bytes = b"",
     ) -> Engine:
         """Load a Kimi Linear checkpoint folder (config.json and safetensors) onto a mesh.
 
         mesh: `model=2,dcp=4`, a `MeshSpec`, or a jax Mesh with axes data, model, dcp.
         dtype: of weights, activations and MLA rows; recurrent states stay float32.
+        secret: goes into every cache key, see `hashing.seed`; `hashing.new_secret()` draws one for this process. By
+        default keys depend on content alone.
         Raises UserError for anything a user can put right.
         """
         sizes = MeshSpec.of(mesh) if isinstance(mesh, Mesh) else MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
@@ -101,21 +112,31 @@ class Engine:
         model = load_config(folder)
         if dtype not in ("float32", "bfloat16"):
             raise UserError("dtype", dtype, "use float32 or bfloat16")
+        hashing.seed(secret=secret)  # refuses what cannot be one, before weights are loaded
         check_mesh(model, {axis: getattr(sizes, axis) for axis in AXES})
         plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes)
         built = mesh if isinstance(mesh, Mesh) else sizes.build()
-        return cls(model, load(folder, model, built, jnp.dtype(dtype)), plan, built, dtype)
+        return cls(model, load(folder, model, built, jnp.dtype(dtype)), plan, built, dtype, secret)
 
     # Requests
 
     def add_request(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, *, skip_cache_read: bool = False
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        skip_cache_read: bool = False,
+        salt: str = "",
+        extra_keys: hashing.ExtraKeys = hashing.NO_EXTRA_KEYS,
     ) -> int:
         """Queue a prompt; returns its id. A bad one raises UserError and disturbs nobody.
 
-        skip_cache_read: compute the whole prompt; what it computes is still cached.
+        skip_cache_read: compute the whole prompt; what it computes is still cached. salt: requests share prefixes only
+        with those of the same salt. extra_keys: what the answer depends on besides the tokens, for a model that is
+        given it elsewhere; prefixes are shared only where it is equal.
         """
-        return self._enqueue(prompt, sampling or SamplingParams(), skip_cache_read, wants_logits=False)
+        flags = (SKIP_READ if skip_cache_read else 0) | (SALTED if salt else 0)
+        return self._enqueue(prompt, sampling or SamplingParams(), flags, salt=salt, extra_keys=extra_keys)
 
     def abort(self, request_id: int) -> None:
         """End a request at any moment; its blocks are free at once."""
@@ -204,8 +225,7 @@ class Engine:
         while self._queue and None in self._slots:
             request = self._queue.popleft()
             self._slots[self._slots.index(None)] = request
-            flags = SKIP_READ if request.skip_cache_read else 0
-            self._controller.arrive(request.prompt_length, flags, request.prompt_keys(self.config.units))
+            self._controller.arrive(request.prompt_length, request.flags, request.prompt_keys(self.config.units))
 
     def _settle(self, plan: StepPlan, sampled: Any, scores: Any) -> list[StepOutput]:
         """Wait for a step, book it (tokens, ends, statistics) and commit it."""
@@ -306,7 +326,7 @@ class Engine:
 
     def score_with_margins(self, tokens: Prompt) -> Scores:
         """`score`, with how close each token was to choosing other experts."""
-        request_id = self._enqueue(tokens, SamplingParams(ignore_stop=True, max_tokens=1), True, wants_logits=True)
+        request_id = self._enqueue(tokens, SamplingParams(ignore_stop=True, max_tokens=1), SKIP_READ, wants_logits=True)
         request = self._requests[request_id]
         try:
             while not request.finish_reason:
@@ -349,11 +369,21 @@ class Engine:
             raise UserError("request_id", request_id, "use an id that add_request returned")
         return self._requests[request_id]
 
-    def _enqueue(self, prompt: Prompt, sampling: SamplingParams, skip_cache_read: bool, wants_logits: bool) -> int:
+    def _enqueue(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        flags: int,
+        *,
+        wants_logits: bool = False,
+        salt: str = "",
+        extra_keys: hashing.ExtraKeys = hashing.NO_EXTRA_KEYS,
+    ) -> int:
         tokens = self._checked(prompt, 0 if wants_logits else sampling.max_tokens)
         stops = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_stop else self._stops)
-        request = Request(self._next_id, tokens, sampling, self.config.unit, stops)
-        request.skip_cache_read, request.wants_logits = skip_cache_read, wants_logits
+        chain = hashing.KeyChain(self.config.unit, hashing.seed(salt, self._secret), extra_keys)
+        request = Request(self._next_id, tokens, sampling, chain, stops)
+        request.flags, request.wants_logits = flags, wants_logits
         self._requests[request.id] = request
         self._queue.append(request)
         self._next_id += 1

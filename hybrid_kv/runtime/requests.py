@@ -95,16 +95,17 @@ class Scores(NamedTuple):
 class Request:
     """The engine's own record of one request: its tokens and their hash chain."""
 
-    def __init__(self, request_id: int, prompt: Prompt, sampling: SamplingParams, unit: int, stops: frozenset):
-        self.id, self.sampling, self.unit, self.stops = request_id, sampling, unit, stops
+    def __init__(
+        self, request_id: int, prompt: Prompt, sampling: SamplingParams, chain: hashing.KeyChain, stops: frozenset
+    ) -> None:
+        self.id, self.sampling, self.chain, self.stops = request_id, sampling, chain, stops
         self.prompt_length = len(prompt)
         self.tokens = np.zeros(len(prompt) + sampling.max_tokens, np.int32)
         self.tokens[: len(prompt)] = prompt
         self.length = len(prompt)
-        self.skip_cache_read = False
+        self.flags = 0
         self.wants_logits = False
         self.scores: list[Scores] = []
-        self.parent = hashing.seed()
         self.hit, self.reason, self.preemptions = -1, Reason.NONE, 0
         self.chunks: list[int] = []
         self.checkpoints: list[int] = []
@@ -112,23 +113,17 @@ class Request:
         self.finish_reason = ""
 
     def prompt_keys(self, units: int) -> np.ndarray:
-        """Hash chain of the prompt, padded to uint32[units, 4]."""
+        """Hash chain of the prompt, padded to uint32[units, 4]; to be called once, before any `append`."""
         keys = np.zeros((units, hashing.KEY_WORDS), np.uint32)
-        chain = hashing.chain(self.tokens[: self.prompt_length], self.unit, self.parent)
+        chain = self.chain.extend(self.tokens[: self.prompt_length])
         keys[: len(chain)] = chain
-        if len(chain):
-            self.parent = chain[-1]
         return keys
 
     def append(self, token: int) -> np.ndarray:
         """Add a token; returns the keys of the units it completes, uint32[0 or 1, 4]."""
         self.tokens[self.length] = token
         self.length += 1
-        if self.length % self.unit:
-            return np.zeros((0, hashing.KEY_WORDS), np.uint32)
-        keys = hashing.chain(self.tokens[self.length - self.unit : self.length], self.unit, self.parent)
-        self.parent = keys[-1]
-        return keys
+        return self.chain.extend(self.tokens[: self.length])
 
     def end_after(self, token: int) -> str:
         """The reason this token ends the answer, or an empty text."""

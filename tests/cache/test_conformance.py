@@ -3,68 +3,10 @@
 The comment behind each names the case. Where this core serves more than the reference system did, the test says so.
 """
 
-import numpy as np
 import pytest
 
-from hybrid_kv.cache.reference import Draft, Model, Rules
-from hybrid_kv.cache.reference.content import Device, broken
-from hybrid_kv.geometry import GroupSpec, resolve
-
-
-def full(block, **options) -> GroupSpec:
-    return GroupSpec(options.pop("name", "full"), "full", block, **options)
-
-
-def state(block, name="kda") -> GroupSpec:
-    return GroupSpec(name, "recurrent", block)
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 1 << 30, count).tolist()
-
-
-class Bench:
-    """A model, and a device that objects to every wrong read; each request answers with one token."""
-
-    def __init__(self, specs, unit, dcp=1, blocks=4000, **options) -> None:
-        geometry = resolve(specs, dcp=dcp, hash_unit=unit)
-        self.model = Model(Rules(geometry, (blocks,), (0,) * len(specs), **options))
-        self.device = Device(self.model)
-        self.hits: dict[str, int] = {}
-        self.ends: dict[str, list[int]] = {}
-
-    def step(self):
-        step = self.model.schedule()
-        self.device.plan(step)
-        for name, hit in step.admitted.items():
-            self.hits[name] = hit.tokens
-        through = []
-        for row in step.rows:
-            self.ends.setdefault(row.request.name, []).append(row.start + row.length)
-            if row.start + row.length == len(row.request.tokens):
-                through.append(row.request.name)
-        self.device.run(self.model.commit(step, {name: [1] for name in through}, through))
-        assert broken(self.model) == []
-        return step
-
-    def serve(self, **prompts) -> list[int]:
-        """Requests that arrive together, run to the end; their hits."""
-        for name, prompt in prompts.items():
-            self.model.arrive(name, prompt)
-        for _ in range(200):
-            if not self.model.requests:
-                return [self.hits[name] for name in prompts]
-            self.step()
-        raise AssertionError("no end in sight")
-
-
-def test_eviction_takes_nameless_blocks_first_and_a_tail_before_its_head():  # A1, A2
-    bench = Bench([full(16)], 16, blocks=10)
-    bench.serve(a=tokens(0, 55))
-    pool = bench.model.pools[0]
-    order = [block.number for block in pool.next(10)]
-    assert order[0] == 4 and order[-3:] == [3, 2, 1]
-    assert bench.serve(b=[*tokens(0, 48), 7]) == [48]
+from hybrid_kv.cache.reference import Draft
+from tests.cache.bench import Bench, full, state, tokens, window
 
 
 def test_a_prefix_that_others_share_gets_a_state_while_one_prefills():  # E11, E12
@@ -82,7 +24,7 @@ def test_a_prefix_that_others_share_gets_a_state_while_one_prefills():  # E11, E
 
 @pytest.mark.parametrize(("replicated", "columns"), [(False, [2, 2, 16]), (True, [2, 16, 16])])
 def test_each_group_serves_a_hit_in_blocks_of_its_own_geometry(replicated, columns):  # F1
-    specs = [full(16), full(16, name="draft", draft=True, replicated=replicated), state(16)]
+    specs = [full(16), full(16, "draft", draft=True, replicated=replicated), state(16)]
     bench = Bench(specs, 16, dcp=8)
     shared = tokens(0, 256)
     bench.serve(a=shared + tokens(1, 10))
@@ -141,7 +83,7 @@ def test_siblings_of_an_older_state_start_in_one_step():  # J6
     bench = Bench([full(16), state(16)], 16)
     bench.serve(a=tokens(0, 40))
     for name in "bcd":
-        bench.model.arrive(name, tokens(0, 32) + tokens(ord(name), 9))
+        bench.arrive(name, tokens(0, 32) + tokens(ord(name), 9))
     assert {name: hit.tokens for name, hit in bench.step().admitted.items()} == {"b": 32, "c": 32, "d": 32}
 
 
@@ -180,7 +122,6 @@ def test_junctions_behind_a_start_inside_a_block():  # Z5
 
 
 def test_admission_counts_what_a_window_holds_at_once():  # A21
-    window = GroupSpec("window", "sliding_window", 16, window=64)
-    bench = Bench([full(16), window], 16, blocks=32 + 13, token_budget=128, max_context=1024)
+    bench = Bench([full(16), window(16, 64)], 16, blocks=32 + 13, token_budget=128, max_context=1024)
     assert bench.serve(a=tokens(0, 511)) == [0]
     assert bench.serve(b=tokens(0, 511)) == [496]

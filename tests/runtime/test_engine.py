@@ -4,10 +4,13 @@ import dataclasses
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
+from hybrid_kv.cache.state import PLACES
 from hybrid_kv.errors import UserError
+from hybrid_kv.hashing import Adapter, ExtraKeys, Media, new_secret
 from hybrid_kv.models.checkpoint_io import random_checkpoint
 from hybrid_kv.runtime import metadata
 from hybrid_kv.runtime.engine import CacheOptions, Engine, SamplingParams
@@ -278,3 +281,60 @@ def test_the_default_ladder_fits_any_hash_unit(tiny_checkpoint):
     for unit in (48, 100, 512):
         engine = Engine.from_checkpoint(tiny_checkpoint, "1x1", dataclasses.replace(OPTIONS, hash_unit=unit))
         assert all(grid % unit == 0 for grid in engine.config.placement.ladder)
+
+
+def test_only_requests_of_the_same_salt_and_extra_keys_share_a_prefix(make_engine):
+    engine = make_engine()
+    prompt = shared_prompts(16, 1)[0]
+    params = SamplingParams(max_tokens=4, ignore_stop=True)
+    whole = (len(prompt) - 1) // 64 * 64
+    names = [
+        {}, {"salt": "a"}, {"salt": "b"}, {"extra_keys": ExtraKeys(Adapter("a"))},
+        {"extra_keys": ExtraKeys(media=(Media("a", 0, 3),))}, {"salt": "a", "extra_keys": ExtraKeys(Adapter("a"))},
+    ]  # fmt: skip
+    for hit in (0, whole):
+        ids = []
+        for name in names:
+            ids.append(engine.add_request(prompt, params, **name))
+            drain(engine)
+        results = [engine.result(i) for i in ids]
+        assert [result.hit for result in results] == [hit] * len(names)
+        assert len({tuple(result.tokens) for result in results}) == 1
+        if not hit:
+            assert [result.miss_reason for result in results[:4]] == ["cold", "salt", "salt", "cold"]
+
+
+def test_a_secret_is_in_every_key(make_engine, tiny_checkpoint):
+    prompt = list(range(3, 133))
+    engines = [make_engine(), *(Engine.from_checkpoint(tiny_checkpoint, "1x1", OPTIONS, secret=s) for s in SECRETS)]
+    requests = [engine._requests[engine.add_request(prompt)] for engine in engines]
+    keys = [request.prompt_keys(2) for request in requests]
+    assert np.array_equal(keys[1], keys[2])
+    assert all((keys[one] != keys[other]).any(1).all() for one, other in ((0, 1), (0, 3), (1, 3)))
+    engines[0].abort(requests[0].id)
+    with pytest.raises(UserError, match="secret: got 'bytes of length 3'"):
+        Engine.from_checkpoint(tiny_checkpoint, "1x1", OPTIONS, secret=b"abc")
+
+
+def test_what_free_blocks_and_states_hold_reaches_no_token(make_engine):
+    engine = make_engine()
+    prompts = shared_prompts(18, 2)
+    params = SamplingParams(max_tokens=8, ignore_stop=True)
+    expected = [result.tokens for result in engine.generate(prompts, params)]
+    state, offset = engine._controller.state, engine.config.pool_offset
+    nameless = ~(np.asarray(state.blocks)[:, PLACES:] > 0).any(1)
+    nameless[list(offset)] = False  # the null blocks
+    mla, states = nameless[: offset[1]], nameless[offset[1] :]
+    caches = engine._device.caches
+    engine._device.caches = type(caches)(*(
+        jax.device_put(np.where(free.reshape(-1, *[1] * (array.ndim - 2)), np.nan, np.asarray(array)), array.sharding)
+        for array, free in ((caches.mla, mla), (caches.kda, states), (caches.conv, states))
+    ))  # fmt: skip
+    assert mla.any() and states.any()
+    again = engine.generate(prompts, params)
+    assert [result.tokens for result in again] == expected
+    assert all(result.hit == (result.prompt_length - 1) // 64 * 64 for result in again)
+    engine._device.caches = caches
+
+
+SECRETS = (b"0123456789abcdef", b"0123456789abcdef", new_secret())

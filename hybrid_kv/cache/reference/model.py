@@ -64,6 +64,8 @@ class Model:
         self.running: list[str] = []
         self._pending: dict[Name, Block] = {}
         self._arrivals = 0
+        # Wanted states that no block was spent on.
+        self.skipped_states = 0
         # Whether the last step had work that found no blocks: then only states that a resume needs are saved.
         self._short = False
 
@@ -347,6 +349,8 @@ class Model:
             optional = boundary in request.rungs or boundary not in request.points
             if not (self._short and optional) and self._room_for_states(boundary in request.shared):
                 chosen.append((boundary, [self._pool(group).take() for group in recurrent]))
+            else:
+                self.skipped_states += 1
         return chosen
 
     def _room_for_states(self, proven: bool) -> bool:
@@ -368,13 +372,23 @@ class Model:
         """Boundaries in (start, end] whose state is worth a block of its own."""
         hashed = len(request.chain) * self.rules.unit
         wanted = {point for point in request.points if start < point <= min(end, hashed)}
-        retention = self.rules.retention
-        for group in self.rules.geometry.recurrent:
-            block = self.rules.geometry.groups[group].block
-            every = math.lcm(block, self.rules.geometry.hit_unit) if retention is None else retention
-            if every:
-                wanted |= set(range(start // every * every + every, min(end, hashed) + 1, every))
+        for every in self._grids():
+            wanted |= set(range(start // every * every + every, min(end, hashed) + 1, every))
         return wanted
+
+    def _grids(self) -> set[int]:
+        """Distances at which retention keeps states, one for each recurrent group at most."""
+        geometry, retention = self.rules.geometry, self.rules.retention
+        if retention is None:
+            return {math.lcm(geometry.groups[group].block, geometry.hit_unit) for group in geometry.recurrent}
+        return {retention} if retention and geometry.recurrent else set()
+
+    def _first_to_go(self, request: Request, boundary: int) -> bool:
+        """Whether a state is taken again before everything else: a rung of a ladder, or one of a grid, but for those at
+        1, 2, 4, 8, ... times its distance. However many go, a fork still finds one more than half way to it."""
+        if boundary in request.points:
+            return boundary in request.rungs
+        return all(boundary % every or (boundary // every).bit_count() > 1 for every in self._grids())
 
     def _announce(self, request: Request, row: Row) -> None:
         """Content that exists once this step has run, for sharing inside it."""
@@ -445,7 +459,7 @@ class Model:
             for group, block in zip(recurrent, blocks, strict=True):
                 if boundary <= request.computed:
                     self.index.add((group, request.chain[boundary // unit - 1]), block)
-                block.spare = boundary in request.rungs
+                block.spare = self._first_to_go(request, boundary)
                 block.pool.drop(block)
         self._publish(request)
 
@@ -476,19 +490,26 @@ class Model:
         return min(computed // self.rules.unit, len(request.chain) - self.rules.lag(group))
 
     def _follow_turn(self, request: Request, row: Row) -> list[Turn]:
-        """While decoding, the state at each boundary overwrites one private block of the request."""
+        """While decoding, the state at each boundary overwrites a private block of the request.
+
+        Where later tokens must be known before anyone can resume there, the one before is kept until they are.
+        """
         recurrent, rules = self.rules.geometry.recurrent, self.rules
         if not (recurrent and rules.caching and rules.turn_end) or request.computed <= request.prompt:
             return []
-        boundary = self._turn_end(request)
+        boundary = request.computed // rules.geometry.hit_unit * rules.geometry.hit_unit
         if not max(row.start, request.prompt - 1) < boundary:
             return []
-        if request.ending[recurrent[0]] is None and (self._short or not self._room_for_states(False)):
+        ready = sum(end <= self._turn_end(request) for end, _ in request.ending)
+        superseded = ready if boundary <= self._turn_end(request) else ready - 1
+        if superseded > 0:
+            blocks = request.ending.pop(0)[1]
+        elif not self._short and self._room_for_states(False):
+            blocks = [self._pool(group).take() for group in recurrent]
+        else:
             return []
-        for group in recurrent:
-            pair = request.ending[group]
-            request.ending[group] = (boundary, pair[1] if pair else self._pool(group).take())
-        return [Turn(request, boundary, [pair[1] for pair in request.ending if pair])]
+        request.ending.append((boundary, blocks))
+        return [Turn(request, boundary, blocks)]
 
     def _turn_end(self, request: Request) -> int:
         """The last boundary of what is computed at which a later request can resume."""
@@ -524,6 +545,9 @@ class Model:
             return None
         # Where one request resumed, the next may.
         points = request.points | {request.hit}
+        if not rules.geometry.recurrent:
+            # No states tie a hit to the points: a prompt that is edited in the unit before one resumes there.
+            points |= {point - rules.geometry.hit_unit for point in request.points}
         if rules.turn_end:
             points.add(self._turn_end(request))
         if rules.retention:
@@ -544,15 +568,18 @@ class Model:
                     state = self.index.find((group, request.chain[boundary // self.rules.unit - 1]))
                     if state is not None:
                         state.pool.refresh(state)
+        ready = [pair for pair in request.ending if pair[0] <= self._turn_end(request)]
+        for boundary, blocks in ready[-1:]:
+            for group, block in zip(self.rules.geometry.recurrent, blocks, strict=True):
+                self.index.add((group, request.chain[boundary // self.rules.unit - 1]), block)
+        for _, blocks in request.ending:
+            for block in blocks:
+                block.pool.drop(block)
         for group, geometry in enumerate(self.rules.geometry.groups):
             if (pair := request.copy[group]) is not None:
                 pair[0].pool.drop(pair[0])
             if (read := request.state_read[group]) is not None:
                 read.pool.drop(read)
-            if (end := request.ending[group]) is not None:
-                boundary, block = end
-                self.index.add((group, request.chain[boundary // self.rules.unit - 1]), block)
-                block.pool.drop(block)
             table = request.tables[group]
             if geometry.kind.windowed:
                 self._part(request, group, sorted(table))
@@ -568,7 +595,7 @@ class Model:
     def _clear(self, request: Request) -> None:
         count = len(self.rules.geometry.groups)
         request.tables = [{} for _ in range(count)]
-        request.state_read, request.copy, request.ending = [None] * count, [None] * count, [None] * count
+        request.state_read, request.copy, request.ending = [None] * count, [None] * count, []
         request.published = [0] * count
         request.computed = request.drafts = 0
 

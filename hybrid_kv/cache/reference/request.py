@@ -15,8 +15,9 @@ class Request:
     tokens: prompt and answer so far. chain: prefix of every complete unit. hit: of the last admission. computed: whose
     rows and states exist. published: per group, units that have been filed. tables: per group {column: block} (a
     recurrent group: {0: running state}). state_read: the state a recurrent group's next chunk starts from, pinned.
-    copy: per group (source, column) of a copy that the next chunk begins with, the source pinned. ending: per
-    recurrent group, the last boundary of the answer so far and its state. points: boundaries that should keep what
+    copy: per group (source, column) of a copy that the next chunk begins with, the source pinned. ending: boundaries
+    of the answer so far, in order, each with its state in every recurrent group: the last one that a later request can
+    resume at, and those that it can once more tokens are known. points: boundaries that should keep what
     resuming there needs; rungs: those of them that only a ladder asks for; shared: those where another request is
     known to have left this prefix.
     """
@@ -37,7 +38,7 @@ class Request:
     tables: list[dict[int, Block]] = dataclasses.field(default_factory=list)
     state_read: list[Block | None] = dataclasses.field(default_factory=list)
     copy: list[tuple[Block, int] | None] = dataclasses.field(default_factory=list)
-    ending: list[tuple[int, Block] | None] = dataclasses.field(default_factory=list)
+    ending: list[tuple[int, list[Block]]] = dataclasses.field(default_factory=list)
     points: set[int] = dataclasses.field(default_factory=set)
     rungs: set[int] = dataclasses.field(default_factory=set)
     shared: set[int] = dataclasses.field(default_factory=set)
@@ -48,4 +49,4 @@ class Request:
         blocks = [block for table in self.tables for block in table.values()]
         blocks += [block for block in self.state_read if block]
         blocks += [pair[0] for pair in self.copy if pair]
-        return blocks + [pair[1] for pair in self.ending if pair]
+        return blocks + [block for _, saved in self.ending for block in saved]

@@ -1,0 +1,135 @@
+"""Cases of the reference model's tests on the compiled core, where it serves the kinds and the rules they need.
+
+One configuration, since compiling it is what costs: blocks of 64, hash unit 16, eight blocks, sixteen states.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.geometry import GroupSpec, resolve
+from tests.cache import content_model
+from tests.cache.bench import tokens
+from tests.cache.content_model import Serving
+
+CONFIG = CacheConfig(
+    geometry=resolve([GroupSpec("mla", "mla", 64), GroupSpec("kda", "recurrent", 64)], hash_unit=16),
+    pool_blocks=(9, 17), group_pool=(0, 1), max_requests=4, max_context=256, token_budget=128,
+)  # fmt: skip
+
+
+@pytest.fixture
+def core() -> Serving:
+    return Serving(CONFIG)
+
+
+def serve(core: Serving, prompt, answer: int = 1) -> int:
+    core.add(prompt, answer)
+    core.run()
+    return core.hits[-1]
+
+
+def free(core: Serving) -> list[int]:
+    return np.asarray(core.state.pools)[:, 3].tolist()
+
+
+def references(core: Serving) -> list[int]:
+    """Of the eight attention blocks, the null block left out."""
+    return np.asarray(core.state.blocks)[1:9, 0].tolist()
+
+
+def row_of(plan, slot: int) -> int:
+    return plan.slot.tolist().index(slot)
+
+
+def test_hits_are_as_fine_as_the_hash_unit_whatever_the_block(core):  # 8
+    for seed, (length, hit) in enumerate(((60, 48), (32, 16), (129, 128))):
+        assert serve(core, tokens(seed, length)) == 0
+        assert serve(core, tokens(seed, length)) == hit
+
+
+def test_a_fork_without_a_state_says_how_far_rows_reach_and_gets_one(core):  # 13
+    stem = tokens(0, 80)
+    serve(core, stem + tokens(1, 40))
+    assert serve(core, stem + tokens(2, 40)) == 0
+    assert core.admissions[-1][2:] == (80, "NO_STATE")
+    assert serve(core, stem + tokens(3, 40)) == 80
+
+
+def test_a_refused_allocation_keeps_nothing(core):  # 34
+    core.add(tokens(0, 120), 60)
+    core.add(tokens(1, 180), 60)
+    core.step()
+    core.step()
+    slots = set(core.live)
+    before = references(core), np.asarray(core.state.tables)
+    assert free(core)[0] == 3
+    slot = core.add(tokens(2, 200))
+    plan = core.step()
+    assert {int(s) for s in plan.slot[: int(plan.rows)]} == slots
+    assert (references(core), free(core)[0]) == (before[0], 3) and not before[1][slot].any()
+    assert np.array_equal(np.asarray(core.state.tables), before[1])
+    core.run()
+
+
+def test_a_shared_part_of_a_block_is_copied_before_it_is_written(core):  # 37, 43
+    owner = core.add(tokens(0, 97), 30)
+    plan = core.step()
+    first, source = plan.tables[0][row_of(plan, owner), :2].tolist()
+    rows = {at: core.rows[0][source, at] for at in range(32)}
+    sharer = core.add(tokens(0, 96) + tokens(1, 5), 4)
+    plan = core.step()
+    row = row_of(plan, sharer)
+    target = int(plan.tables[0][row, 1])
+    assert plan.hit[row] == 96 and plan.copies[0][row].tolist() == [source, target] and target != source
+    assert [references(core)[block - 1] for block in (first, source, target)] == [2, 1, 1]
+    while sharer in core.live:
+        core.step()
+    assert {at: core.rows[0][source, at] for at in range(32)} == rows
+    assert [references(core)[block - 1] for block in (first, source, target)] == [1, 1, 0]
+    core.run()
+
+
+def test_equal_prompts_behind_a_shared_prefix_copy_from_it_and_not_from_each_other(core):  # 27, Z1
+    serve(core, tokens(0, 17))
+    twin = tokens(0, 16) + tokens(1, 50)
+    slots = [core.add(twin, 3), core.add(twin, 3)]
+    plan = core.step()
+    rows = [row_of(plan, slot) for slot in slots]
+    assert plan.hit[rows].tolist() == [16, 16]
+    sources, targets = plan.copies[0][rows].T.tolist()
+    assert sources[0] == sources[1] not in targets and targets[0] != targets[1]
+    core.run()
+    assert serve(core, twin) == 64
+
+
+def test_a_resume_inside_a_block_runs_on_and_names_no_skipped_boundary(core):  # 38, H6, Z3
+    serve(core, tokens(0, 49))
+    slot = core.add(tokens(0, 170))
+    plan = core.step()
+    row = row_of(plan, slot)
+    assert (plan.start[row], plan.length[row]) == (48, 122)
+    assert 0 != plan.read[0][row] != plan.write[0][row] != 0
+    core.run()
+    # Rows reach to 128 and 64 is a block's end, and neither has a state that could be taken for another.
+    assert serve(core, tokens(0, 129) + tokens(1, 9)) == 48
+    assert core.admissions[-1][2:] == (128, "NO_STATE")
+
+
+def test_nothing_compiles_after_the_first_steps(core):  # 97
+    serve(core, tokens(0, 70), 2)
+    jitted = [content_model._arrive, content_model._plan, content_model._commit]
+    before = [jit._cache_size() for jit in jitted]
+    hits = [serve(core, prompt, answer) for prompt, answer in (
+        (tokens(1, 70), 2),  # no hit
+        (tokens(0, 67), 2),  # one that ends at a block's end
+        (tokens(0, 60), 3),  # rows without a state
+        (tokens(0, 60), 3),  # a hit that ends inside a block: a copy
+        (tokens(2, 60), 40),  # an answer that crosses boundaries
+        (tokens(2, 60) + [5] * 9, 40),  # both
+        (tokens(3, 1), 1),
+    )]  # fmt: skip
+    assert hits == [0, 64, 0, 48, 0, 48, 0]
+    assert [jit._cache_size() for jit in jitted] == before
+    assert all(isinstance(leaf, jax.Array) for leaf in core.state)
