@@ -165,7 +165,11 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> Cach
 def _ladder(options: CacheOptions) -> tuple[int, ...]:
     if options.ladder is not None:
         return options.ladder
-    unit = options.hash_unit
+    return default_ladder(options.hash_unit)
+
+
+def default_ladder(unit: int) -> tuple[int, ...]:
+    """512, 2048 and 8192 tokens, rounded to whole hash units of `unit` tokens."""
     return tuple(sorted({max(grid // unit, 1) * unit for grid in _DEFAULT_LADDER}))
 
 
