@@ -30,6 +30,30 @@ def test_the_table_shows_the_inflated_block_and_its_waste(capsys):
     assert "unified, mesh 1x1: hash unit 64, schedule block 1,920" in text
 
 
+# MiB of padding in a request of 131,072 tokens: smallest blocks, blocks of whole 64-token units (docs/08-planning.md).
+PADDING = {
+    ("kimi-linear", "model=1"): (4.17, 5.78),
+    ("kimi-k3", "model=1"): (37.37, 44.02),
+    ("kimi-k3+draft", "model=1"): (223.72, 231.75),
+    ("kimi-k3+replicated-draft", "model=1"): (161.60, 175.43),
+    ("full+window+gdn", "model=1"): (0.0, 12.19),
+    ("kimi-linear", "dcp=8"): (0.54, 0.72),
+    ("kimi-k3", "dcp=8"): (4.71, 5.50),
+    ("kimi-k3+draft", "dcp=8"): (28.01, 28.97),
+    ("kimi-k3+replicated-draft", "dcp=8"): (21.02, 30.39),
+    ("full+window+gdn", "dcp=8"): (0.12, 1.52),
+}
+
+
+@pytest.mark.parametrize(("model", "mesh"), PADDING)
+def test_the_documented_waste_is_what_the_command_prints(capsys, repo_root, model, mesh):
+    records = json.loads(run(capsys, "--model", model, "--mesh", mesh, "--json"))
+    padded = [round(record["request_padding_bytes"] / 2**20, 2) for record in records]
+    assert tuple(padded) == (0, *PADDING[model, mesh])
+    page = (repo_root / "docs" / "08-planning.md").read_text()
+    assert all(f"{figure:.2f} MiB" in page for figure in PADDING[model, mesh] if figure)
+
+
 def test_a_trace_chooses_the_split(capsys, traces_dir):
     trace = ("--trace", str(traces_dir / "miniswe_60.jsonl.gz"), "--memory", "4", "--model", "kimi-linear")
     chosen, *_ = json.loads(run(capsys, *trace, "--max-context", "20480", "--json"))
