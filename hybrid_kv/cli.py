@@ -1,4 +1,4 @@
-"""The command line: `hybrid-kv generate`, `hybrid-kv replay`, `hybrid-kv describe`.
+"""The command line: `hybrid-kv generate`, `hybrid-kv replay`, `hybrid-kv describe`, `hybrid-kv plan`.
 
 Exit codes: 0 done; 1 the engine did wrong (a replay that does not verify); 2 the user can put it right, one
 line on stderr says how; 130 interrupted.
@@ -20,6 +20,7 @@ from hybrid_kv.sharding import MeshSpec
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hybrid_kv.planning import Budget, LayerSpec, Layout, PoolPlan
     from hybrid_kv.runtime.engine import CacheOptions, Engine
     from hybrid_kv.simulate.traces import TraceRequest
 
@@ -191,6 +192,89 @@ def describe_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def plan_command(options: argparse.Namespace) -> int:
+    """Prints groups and pools of models whose layers are known, from bytes; see `hybrid_kv.planning`."""
+    from hybrid_kv.planning import Budget, plan_record, plan_table
+    from hybrid_kv.planning.published import MODELS
+    from hybrid_kv.planning.tables import least_rows_line
+
+    unknown = [name for name in options.model or () if name not in MODELS]
+    if unknown:
+        raise UserError("model", unknown[0], f"use one of: {', '.join(MODELS)}")
+    if not 0 < options.memory < 2**30:
+        raise UserError("memory", options.memory, "give GiB of one device, more than 0")
+    split = fractions(options.split) if options.split else None
+    budget = Budget(int(options.memory * 2**30), options.max_context, retention=options.retention, split=split)
+    served, mesh = _served(options), MeshSpec.parse(options.mesh)
+    records, text = [], []
+    for name in options.model or MODELS:
+        layers = MODELS[name]()
+        text += [name, least_rows_line(layers, mesh)]
+        for layout in _layouts(layers, mesh, options):
+            plan, horizon = _planned(layout, budget, served, options.live)
+            records.append({"model": name, **plan_record(plan), "horizon": horizon})
+            text += ["", plan_table(plan)]
+            if horizon is not None:
+                text.append(f"every pool holds all of any {horizon} successive requests of {len(served)}")
+        text.append("")
+    print(json.dumps(records, indent=2) if options.json else "\n".join(text).rstrip())
+    return 0
+
+
+def fractions(text: str) -> dict[str, float]:
+    """Fractions of "kda=0.1,mla=0.9"; raises UserError if it is anything else."""
+    result: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            raise UserError("split", text, "write fractions as in kda=0.1,mla=0.9") from None
+        if name in result:
+            raise UserError("split", text, f"it names pool {name!r} twice")
+        result[name] = number
+    return result
+
+
+def _planned(
+    layout: "Layout", budget: "Budget", served: "Sequence[tuple[Sequence[int], Sequence[int]]]", live: int
+) -> "tuple[PoolPlan, int | None]":
+    """The sized pools and, with a trace, their horizon; the trace chooses the split unless one is given."""
+    from hybrid_kv.cache.config import Placement
+    from hybrid_kv.planning import balance, size_pools, trace_demand
+    from hybrid_kv.planning.options import default_ladder
+
+    if not served:
+        return size_pools(layout, budget), None
+    grids = default_ladder(layout.geometry.hash_unit)
+    demand = trace_demand(layout, budget, served, placement=Placement(ladder=grids), live=live)
+    plan = size_pools(layout, budget if budget.split else balance(demand))
+    return plan, demand.horizon(plan.usable)
+
+
+def _layouts(layers: "Sequence[LayerSpec]", mesh: MeshSpec, options: argparse.Namespace) -> "list[Layout]":
+    """The layouts asked for; the unified one with the smallest block there is, and with blocks of whole hash units."""
+    from hybrid_kv.planning import BlockOptions, per_shape, unified
+
+    units = BlockOptions(mesh, options.hash_unit, options.rows_per_rank, options.interleave, options.row_multiple)
+    wanted = options.layout or ("per-shape" if options.split or options.retention else "all")
+    default = [per_shape(layers, units)] if wanted != "unified" else []
+    if wanted == "per-shape":
+        return default
+    return [*default, unified(layers, dataclasses.replace(units, hash_unit=None)), unified(layers, units)]
+
+
+def _served(options: argparse.Namespace) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Prompts and answers of the trace, none without one."""
+    if options.trace is None:
+        return []
+    from hybrid_kv.simulate.traces import prompts, read_trace
+
+    requests = read_trace(options.trace, options.requests)
+    built = prompts(requests, lambda index: requests[index].out)
+    return [(prompt.tolist(), request.out) for prompt, request in zip(built, requests, strict=True)]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybrid-kv", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
@@ -228,6 +312,24 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("describe", help="geometry, sharding map and memory per chip")
     _add_model_flags(command)
     command.set_defaults(command=describe_command)
+
+    command = commands.add_parser("plan", help="groups, pools and bytes of models whose layers are known")
+    command.add_argument("--model", action="append", metavar="NAME", help="one of the known models (all of them)")
+    command.add_argument("--layout", choices=("per-shape", "unified", "all"), help="pools by row shape, one pool, both")
+    command.add_argument("--mesh", default="model=1", help='such as "model=2,dcp=4" (%(default)s)')
+    command.add_argument("--memory", type=float, default=40.0, help="GiB of one device for all pools (%(default)s)")
+    command.add_argument("--max-context", type=int, default=131_072, help="tokens of a request (%(default)s)")
+    command.add_argument("--hash-unit", type=int, default=64, help="tokens a prefix is matched in (%(default)s)")
+    command.add_argument("--rows-per-rank", type=int, help="rows of a block that one dcp rank holds")
+    command.add_argument("--interleave", type=int, default=1, help="neighbouring tokens that stay on one dcp rank")
+    command.add_argument("--row-multiple", type=int, default=1, help="rows of a unified block are a multiple of it")
+    command.add_argument("--split", metavar="kda=0.1,mla=0.9", help="fractions of the memory by pool")
+    command.add_argument("--retention", type=int, help="tokens between states that are always kept")
+    command.add_argument("--trace", type=Path, help="choose the split from this .jsonl or .jsonl.gz token trace")
+    command.add_argument("--requests", type=int, help="only the first so many of the trace (all)")
+    command.add_argument("--live", type=int, default=1, help="requests in flight at once (%(default)s)")
+    command.add_argument("--json", action="store_true", help="print a JSON list of the plans")
+    command.set_defaults(command=plan_command)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""From a model's layers and the options to groups, pools and bytes.
+"""What a user may say about the cache, and the cache that an engine is built with.
 
 One pool per row shape: MLA rows and recurrent states never share pages, so a state does not pad an
 attention block and a block does not pad a state.
@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.errors import UserError
-from hybrid_kv.geometry import GroupKind, GroupSpec, SystemGeometry, resolve
+from hybrid_kv.geometry import GroupKind, SystemGeometry, resolve
+from hybrid_kv.planning.groups import block_rows, group_layers
+from hybrid_kv.planning.layers import LayerSpec, delta_state_bytes, latent_row_bytes
 from hybrid_kv.sharding import TENSOR, ArraySharding, MeshSpec, ShardingMap, ownership_rule
 
 _DEFAULT_CONTEXT = 8192
@@ -89,6 +91,16 @@ class CacheShape:
     conv_itemsize: int
     state_itemsize: int = 4
 
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Its cache layers, MLA before recurrent."""
+        row = latent_row_bytes(self.latent, self.position, self.row_itemsize)
+        sizes = {"state_itemsize": self.state_itemsize, "conv_itemsize": self.conv_itemsize}
+        state = delta_state_bytes(self.heads, self.key, self.value, self.taps, **sizes)
+        return tuple(
+            [LayerSpec("mla", index, GroupKind.MLA, row) for index in self.mla_layers]
+            + [LayerSpec("kda", index, GroupKind.RECURRENT, state, heads=self.heads) for index in self.recurrent_layers]
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
@@ -154,21 +166,21 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> Cach
 def _ladder(options: CacheOptions) -> tuple[int, ...]:
     if options.ladder is not None:
         return options.ladder
-    unit = options.hash_unit
+    return default_ladder(options.hash_unit)
+
+
+def default_ladder(unit: int) -> tuple[int, ...]:
+    """512, 2048 and 8192 tokens, rounded to whole hash units of `unit` tokens."""
     return tuple(sorted({max(grid // unit, 1) * unit for grid in _DEFAULT_LADDER}))
 
 
 def _geometry(shape: CacheShape, options: CacheOptions, dcp: int) -> SystemGeometry:
-    unit, specs = options.hash_unit, []
-    if shape.mla_layers:
-        width = (shape.latent + shape.position) * shape.row_itemsize
-        rows = options.rows_per_rank or (unit // dcp if unit % (dcp * options.interleave) == 0 else unit)
-        specs.append(GroupSpec("mla", GroupKind.MLA, rows, shape.mla_layers, width))
-    if shape.recurrent_layers:
-        state = shape.heads * shape.key * shape.value * shape.state_itemsize
-        conv = shape.heads * (2 * shape.key + shape.value) * (shape.taps - 1) * shape.conv_itemsize
-        specs.append(GroupSpec("kda", GroupKind.RECURRENT, unit, shape.recurrent_layers, state + conv))
-    return resolve(specs, dcp=dcp, interleave=options.interleave, hash_unit=unit)
+    sizes = {"hash_unit": options.hash_unit, "interleave": options.interleave, "dcp": dcp}
+    specs = [
+        group.declare(block_rows(group, rows_per_rank=options.rows_per_rank, **sizes))
+        for group in group_layers(shape.layers())
+    ]
+    return resolve(specs, dcp=dcp, interleave=options.interleave, hash_unit=options.hash_unit)
 
 
 def _sharding(shape: CacheShape, config: CacheConfig, mesh: MeshSpec) -> ShardingMap:
