@@ -54,14 +54,14 @@ def _references(config: CacheConfig, state: CacheState) -> list[str]:
 
 def _settled(state: CacheState, blocks: np.ndarray) -> np.ndarray:
     """Blocks whose keys are not those of a step in flight."""
-    return state.blocks[blocks, PENDING_STEP] <= state.counters[DONE]
+    return np.asarray(state.blocks)[blocks, PENDING_STEP] <= np.asarray(state.counters)[DONE]
 
 
 def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
     problems = []
     for pool, (first, count) in enumerate(zip(config.pool_offset, config.pool_blocks, strict=True)):
         top, head, tail, free = (int(state.pools[pool, i]) for i in (STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS))
-        capacity = RING_FACTOR * count
+        capacity = RING_FACTOR * config.capacity[pool]
         stack = state.stack[first : first + top]
         at = RING_FACTOR * first + np.arange(head, tail) % capacity
         entries = state.ring[at]

@@ -94,10 +94,21 @@ def emission_candidates(
     return jnp.where((wanted > start) & (wanted <= last), wanted, 0)
 
 
-def is_rung(config: CacheConfig) -> np.ndarray:
-    """Which candidates nobody asked for but the ladder: bool[config.emissions]."""
-    nth = np.arange(config.emissions)
-    return (nth >= config.wanted - len(config.placement.ladder)) & (nth < config.wanted)
+def is_optional(config: CacheConfig) -> np.ndarray:
+    """Which candidates no resume needs, only the ladder or retention asks for: bool[config.emissions]."""
+    return np.arange(config.emissions) >= config.wanted - len(config.placement.ladder)
+
+
+def is_first_to_go(config: CacheConfig, state: CacheState, wanted: jax.Array) -> jax.Array:
+    """Which candidates are taken again before everything else: bool[config.emissions].
+
+    Rungs of the ladder, and what retention alone asks for, but for the states at 1, 2, 4, 8, ... times its distance:
+    however many go, a fork still finds one more than half way to it.
+    """
+    nth = wanted // jnp.maximum(state.policy[INTERVAL], 1)
+    power = (nth & (nth - 1)) == 0
+    retained = jnp.arange(config.emissions) >= config.wanted
+    return jnp.asarray(is_optional(config)) & ~(retained & power)
 
 
 def is_shared(config: CacheConfig) -> np.ndarray:

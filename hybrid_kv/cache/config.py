@@ -12,6 +12,8 @@ from hybrid_kv.geometry import GroupGeometry, GroupKind, SystemGeometry
 
 # Ring entries per block: live ones, and stale ones until the next compaction.
 RING_FACTOR = 6
+# Blocks the arrays of a pool have room for at least; beyond it they grow in powers of two.
+_LEAST_CAPACITY = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +75,8 @@ class CacheConfig:
         for pool, blocks in enumerate(self.pool_blocks):
             if blocks < 2:
                 raise UserError(f"pool_blocks[{pool}]", blocks, "block 0 is the null block: use at least 2")
-        if RING_FACTOR * sum(self.pool_blocks) >= 1 << 31:
-            raise UserError("pool_blocks", self.pool_blocks, f"use fewer than {(1 << 31) // RING_FACTOR} blocks in all")
+        if RING_FACTOR * sum(self.capacity) >= 1 << 31:
+            raise UserError("pool_blocks", self.pool_blocks, f"use at most {1 << 28} blocks in all, in powers of two")
         if self.token_budget >= 1 << 30:
             raise UserError("token_budget", self.token_budget, "use fewer than 2**30 tokens")
         for field in ("max_requests", "max_context", "chunk_limit", "max_prefills"):
@@ -92,20 +94,28 @@ class CacheConfig:
 
     def check_placement(self, placement: Placement) -> None:
         """Raises UserError for points that are no hit boundaries, or more of them than there is room for."""
-        step, block = self.geometry.hit_unit, self.geometry.schedule_block
+        step = self.geometry.hit_unit
         for grid in placement.ladder:
             if grid < 1 or grid % step:
                 raise UserError("placement.ladder", grid, f"hits end at multiples of {step} tokens: use such")
         if placement.junctions < 0:
             raise UserError("placement.junctions", placement.junctions, "use 0 or more")
-        if placement.retention is not None and (placement.retention < 0 or placement.retention % block):
-            raise UserError("placement.retention", placement.retention, f"use None, 0 or a multiple of {block} tokens")
+        if placement.retention is not None and (placement.retention < 0 or placement.retention % step):
+            raise UserError("placement.retention", placement.retention, f"use None, 0 or a multiple of {step} tokens")
         if len(placement.ladder) > len(self.placement.ladder) or placement.junctions > self.placement.junctions:
             most = f"{len(self.placement.ladder)} rungs and {self.placement.junctions} junctions"
             raise UserError("placement", placement, f"this configuration has room for {most}")
         if self._retained_per_chunk(placement) > self._retained_per_chunk(self.placement):
             fix = f"this configuration has room for a state every {self.interval(self.placement)} tokens (0: none)"
             raise UserError("placement.retention", placement.retention, fix)
+
+    @functools.cached_property
+    def program(self) -> CacheConfig:
+        """The configuration whose transitions serve this one too: how many blocks a pool has, and which states are
+        kept, stands in the state."""
+        ladder = (self.geometry.hit_unit,) * len(self.placement.ladder)
+        room = Placement(junctions=self.placement.junctions, ladder=ladder, retention=self.interval(self.placement))
+        return dataclasses.replace(self, geometry=self.geometry.unsharded(), placement=room, pool_blocks=self.capacity)
 
     def interval(self, placement: Placement) -> int:
         """Tokens between the states that retention alone asks for; 0 for none."""
@@ -150,11 +160,17 @@ class CacheConfig:
     @functools.cached_property
     def pool_offset(self) -> tuple[int, ...]:
         """First row of every pool in the packed block array."""
-        return tuple(sum(self.pool_blocks[:i]) for i in range(len(self.pool_blocks)))
+        return tuple(sum(self.capacity[:i]) for i in range(len(self.capacity)))
+
+    @functools.cached_property
+    def capacity(self) -> tuple[int, ...]:
+        """Blocks that the arrays of every pool have room for, so that pools of like sizes share programs."""
+        return tuple(max(1 << (blocks - 1).bit_length(), _LEAST_CAPACITY) for blocks in self.pool_blocks)
 
     @functools.cached_property
     def total_blocks(self) -> int:
-        return sum(self.pool_blocks)
+        """Rows of the packed block array."""
+        return sum(self.capacity)
 
     def pool_name(self, pool: int) -> str:
         """Names of the groups that draw from a pool."""
@@ -202,7 +218,7 @@ class CacheConfig:
     @functools.cached_property
     def index_buckets(self) -> int:
         """Two-choice buckets of eight; at most a quarter of the places can ever be taken."""
-        most = sum(self.pool_blocks[self.group_pool[g]] * self.units_per_block(g) for g in range(len(self.group_pool)))
+        most = sum(self.capacity[self.group_pool[g]] * self.units_per_block(g) for g in range(len(self.group_pool)))
         return max(1 << (most * 4 // 8).bit_length(), 16)
 
     def window_columns(self, group: int) -> int:

@@ -82,16 +82,16 @@ def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.A
     cap = jnp.minimum(jnp.maximum(known - 1, 0) // unit, named_units(config, known) - config.longest_lag)
     cap = jnp.maximum(cap, 0)
     lane = jnp.arange(config.units, dtype=jnp.int32)
-    blocks, pending, forked = [], [], jnp.zeros((config.units,), bool)
+    found_blocks, unfinished, forked = [], [], jnp.zeros((config.units,), bool)
     for group in range(len(geometry.groups)):
         found = index.find(state.entries, index.tag(jnp.roll(keys, -config.lag(group), 0), group))
         block = jnp.where(lane < cap, found.block, 0)
-        blocks.append(block)
-        pending.append(index.pending(state, block, lane % config.units_per_block(group)))
+        found_blocks.append(block)
+        unfinished.append(index.pending(state, block, lane % config.units_per_block(group)))
         if geometry.attention and group == geometry.attention[0]:
             forked = found.forked
-    soon_blocks, pending = jnp.stack(blocks), jnp.stack(pending)
-    both = jnp.stack([jnp.where(pending, 0, soon_blocks), soon_blocks])
+    blocks, pending = jnp.stack(found_blocks), jnp.stack(unfinished)
+    both = jnp.stack([jnp.where(pending, 0, blocks), blocks])
     (now, soon), (reach_now, reach_soon) = jax.vmap(lambda found: _longest(config, found, cap))(both)
     better = soon > now
     last = jnp.maximum(soon - 1, 0)

@@ -29,6 +29,7 @@ from hybrid_kv.cache.state import (
     STACK_TOP,
     STAMP,
     STATE,
+    USABLE,
     CacheState,
     read_first,
 )
@@ -52,7 +53,7 @@ def take(
 
     The caller has checked that `count` blocks are free. Keys of reused blocks are dropped.
     """
-    first, capacity = config.pool_offset[pool], RING_FACTOR * config.pool_blocks[pool]
+    first, capacity = config.pool_offset[pool], RING_FACTOR * config.capacity[pool]
     ring_first = RING_FACTOR * first
     lane = jnp.arange(most, dtype=jnp.int32)
     top = state.pools[pool, STACK_TOP]
@@ -86,7 +87,7 @@ def take(
     state = index.remove_blocks(state, jnp.where(lane < from_stack, 0, ids))
     row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])
     state = state._replace(
-        pools=state.pools.at[pool].set(row),
+        pools=state.pools.at[pool, :USABLE].set(row),
         blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), :PLACES].set(_TAKEN, mode="drop"),
         counters=state.counters.at[EVICTED].add(evicted),
     )
@@ -116,7 +117,7 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
     order (the first given is reused first), with keys to its back, rungs that were never reused before all others
     with keys.
     """
-    first, capacity = config.pool_offset[pool], RING_FACTOR * config.pool_blocks[pool]
+    first, capacity = config.pool_offset[pool], RING_FACTOR * config.capacity[pool]
     ids = jnp.atleast_1d(ids)
     rows = read_first(lambda state: state.blocks[ids], state)
     freed = (ids > 0) & (rows[:, REF] == 1)
@@ -143,7 +144,7 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
         blocks=blocks,
         stack=state.stack.at[jnp.where(bare, stack_at, none_block)].set(ids, mode="drop"),
         ring=state.ring.at[jnp.where(keyed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
-        pools=state.pools.at[pool].add(change),
+        pools=state.pools.at[pool, :USABLE].add(change),
         counters=state.counters.at[CLOCK].add(keyed_count),
     )
 
@@ -153,7 +154,7 @@ def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
 
     Rungs that were never reused stay where they are; and all do while the ring has no room to spare for this.
     """
-    first, count = config.pool_offset[pool], config.pool_blocks[pool]
+    first, count = config.pool_offset[pool], config.capacity[pool]
     rows = read_first(lambda state: state.blocks[ids], state)
     again = (ids > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & (rows[:, BITS] & SPARE == 0)
     head, tail = state.pools[pool, RING_HEAD], state.pools[pool, RING_TAIL]
@@ -172,7 +173,7 @@ def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
 
 def before_reused_state(config: CacheConfig, state: CacheState, pool: int, most: int) -> jax.Array:
     """How many blocks, `most` at most, can be taken before a state that a hit was served from would be."""
-    first, capacity = config.pool_offset[pool], RING_FACTOR * config.pool_blocks[pool]
+    first, capacity = config.pool_offset[pool], RING_FACTOR * config.capacity[pool]
     window = min(max(most, 8), capacity)
     ahead = jnp.arange(window, dtype=jnp.int32)
     tail = state.pools[pool, RING_TAIL]
@@ -213,7 +214,7 @@ def compact(config: CacheConfig, state: CacheState) -> CacheState:
     A block becomes free at most twice in one transition, so called at the head of each transition
     this keeps the ring from overrunning.
     """
-    for pool, (first, count) in enumerate(zip(config.pool_offset, config.pool_blocks, strict=True)):
+    for pool, (first, count) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
         capacity, ring_first = RING_FACTOR * count, RING_FACTOR * first
         lane = jnp.arange(capacity, dtype=jnp.int32)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import numpy as np
 
 from hybrid_kv.cache.config import RING_FACTOR, CacheConfig, Placement
 from hybrid_kv.hashing import KEY_WORDS
+
+T = TypeVar("T")
 
 FREE, WAITING, RUNNING = 0, 1, 2
 
@@ -22,7 +25,7 @@ KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
 # Columns of `CacheState.entries` behind the key.
 OWNER, CHILD, ENTRY_WORDS = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
 # Rows of `CacheState.pools`.
-STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS = 0, 1, 2, 3
+STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE = range(5)
 # Entries of `CacheState.counters`. PLANNED, DONE: steps planned, and committed or withdrawn. SHORT: the last step had
 # work that found no blocks.
 CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ, PLANNED, DONE, SHORT, N_COUNTERS = range(10)
@@ -45,7 +48,7 @@ class CacheState(NamedTuple):
     stack    i32[B]        free blocks without a key, per pool, last in first out
     ring     i32[4B, 2]    free blocks with keys, per pool, least recently released first;
                            (block, stamp), entries whose stamp is not the block's are stale
-    pools    i32[P, 4]     stack top, ring head, ring tail, free blocks
+    pools    i32[P, 5]     stack top, ring head, ring tail, free blocks, blocks there are besides the null
     counters i32[9]        clock and totals
     policy   i32[5 + L]    `Placement` as data
     """
@@ -132,7 +135,7 @@ class RequestLayout:
         return self.emit_slot.stop
 
 
-def read_first(read, state: CacheState):
+def read_first(read: Callable[[CacheState], T], state: CacheState) -> T:
     """`read(state)`, and sure to have been read before the state is written.
 
     The compiler likes to repeat a small read where its result is used; if the array has been written by then, it makes
@@ -161,11 +164,8 @@ def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
 
 def initial_state(config: CacheConfig) -> CacheState:
     """An empty cache: every block but the nulls is free, lowest id first."""
-    stack = np.zeros(config.total_blocks, np.int32)
-    pools = np.zeros((len(config.pool_blocks), 4), np.int32)
-    for pool, (first, count) in enumerate(zip(config.pool_offset, config.pool_blocks, strict=True)):
-        stack[first : first + count - 1] = np.arange(first + count - 1, first, -1)
-        pools[pool, [STACK_TOP, FREE_BLOCKS]] = count - 1
+    usable = np.array(config.pool_blocks, np.int32) - 1
+    stack, pools = _all_free(config, jnp.asarray(usable))
     places = config.index_buckets * 8
     return CacheState(
         requests=jnp.zeros((config.max_requests, layout(config).size), jnp.int32),
@@ -174,9 +174,26 @@ def initial_state(config: CacheConfig) -> CacheState:
         blocks=jnp.zeros((config.total_blocks, PLACES + config.max_units_per_block), jnp.int32),
         entries=jnp.zeros((places, ENTRY_WORDS), jnp.uint32),
         ghosts=jnp.zeros((places,), jnp.uint32),
-        stack=jnp.asarray(stack),
+        stack=stack,
         ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),
-        pools=jnp.asarray(pools),
+        pools=pools,
         counters=jnp.zeros((N_COUNTERS,), jnp.int32),
         policy=jnp.asarray(policy_of(config, config.placement)),
     )
+
+
+def forget_all(config: CacheConfig, state: CacheState) -> CacheState:
+    """The state with the same requests, totals, pools and policy, and no content. Nothing may be held."""
+    stack, pools = _all_free(config, state.pools[:, USABLE])
+    kept = {"requests": state.requests, "keys": state.keys, "counters": state.counters, "policy": state.policy}
+    return initial_state(config)._replace(stack=stack, pools=pools, **kept)
+
+
+def _all_free(config: CacheConfig, usable: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Stack and pools when every block is free and has no key, the lowest ids on top. usable: i32[P]."""
+    parts = []
+    for pool, (first, room) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
+        lane = jnp.arange(room, dtype=jnp.int32)
+        parts.append(jnp.where(lane < usable[pool], first + usable[pool] - lane, 0))
+    zero = jnp.zeros_like(usable)
+    return jnp.concatenate(parts), jnp.stack([usable, zero, zero, usable, usable], 1)

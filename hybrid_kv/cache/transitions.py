@@ -29,7 +29,7 @@ from hybrid_kv.cache.state import (
     PREEMPTED,
     WAITING,
     CacheState,
-    initial_state,
+    forget_all,
     layout,
 )
 from hybrid_kv.cache.windows import leave_windows, part
@@ -173,10 +173,8 @@ def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState
 
 def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
     """Forget all cached content: (state, done). Refused, state unchanged, while a request runs."""
-    empty = initial_state(config)
     idle = (state.requests[:, layout(config).STATUS] <= WAITING).all()
-    kept = empty._replace(requests=state.requests, keys=state.keys, counters=state.counters, policy=state.policy)
-    return jax.tree.map(lambda new, old: jnp.where(idle, new, old), kept, state), idle
+    return jax.tree.map(lambda new, old: jnp.where(idle, new, old), forget_all(config, state), state), idle
 
 
 def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:

@@ -68,7 +68,8 @@ def _needed(
 ) -> jax.Array:
     """Whether resuming at one of a request's points reads rows of a windowed block.
 
-    Points: those of the placement, where a hit was served, the turn's end, and what retention adds.
+    Points: those of the placement, where a hit was served, the turn's end, and what retention adds. Where no state ties
+    a hit to them, also one hit unit before: a prompt that is edited there resumes there.
     """
     fields, policy, step = layout(config), state.policy, config.geometry.hit_unit
     computed = request[fields.COMPUTED]
@@ -78,7 +79,10 @@ def _needed(
     begin = column * group.block
     retained = (begin // jnp.maximum(every, 1) + 1) * every
     retained = jnp.where(retained <= computed, retained, 0)
-    points = jnp.concatenate([request[fields.points], jnp.stack([request[fields.HIT], end_of_turn, retained])])
+    placed = request[fields.points]
+    if not config.geometry.recurrent:
+        placed = jnp.concatenate([placed, jnp.maximum(placed - step, 0)])
+    points = jnp.concatenate([placed, jnp.stack([request[fields.HIT], end_of_turn, retained])])
     starts = window_start(group, points) // config.unit * config.unit
     reads = (points > begin) & (starts < begin + group.block)
     return reads.any() | (policy[KEEP_WINDOWS] > 0)

@@ -154,7 +154,7 @@ def _kept(
     """Boundaries, in hit units, that a request resumes from or keeps: those of `cache.checkpoints`."""
     tails = [(prompt - 1) // unit, prompt // unit] if placement.tail else []
     turn = [(length - 1) // unit] if placement.turn_end else []
-    junction = [known] if placement.junction else []
+    junction = [known] if placement.junctions else []
     ladder = [(prompt - 1) // grid * grid // unit for grid in placement.ladder]
     grid = range(retention, prompt, retention) if retention else ()
     wanted = {*tails, *turn, *junction, *ladder, *(tokens // unit for tokens in grid)}

@@ -5,7 +5,6 @@ Every transition consumes the state it is given and keeps the one it returns, so
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -46,8 +45,8 @@ class Controller:
         self.config = config
         self.device = jax.local_devices(backend="cpu")[0]
         self.state = jax.device_put(initial_state(config), self.device)
-        # Which rank holds a row is none of the scheduler's business, so meshes share the programs.
-        self._jit = _compiled(dataclasses.replace(config, geometry=config.geometry.unsharded()))
+        # Meshes and placements share the programs.
+        self._jit = _compiled(config.program)
 
     def arrive(self, prompt_length: int, flags: int, keys: np.ndarray) -> None:
         """Queue a request in the lowest free slot; the caller knows that one is free."""

@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_kv.cache import index, pool
-from hybrid_kv.cache.checkpoints import emission_candidates, is_rung, is_shared, wanted_points
+from hybrid_kv.cache.checkpoints import (
+    emission_candidates,
+    is_first_to_go,
+    is_optional,
+    is_shared,
+    wanted_points,
+)
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import Hit, lookup, no_hit
 from hybrid_kv.cache.publish import announce_units, publish_state
@@ -153,9 +159,10 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         table = jnp.where(ok, kept[None], table)
         state = state._replace(tables=jax.lax.dynamic_update_slice(state.tables, table, (row, first)))
         left = jnp.where((kept > 0).any(), jnp.argmax(kept > 0), shared) if config.group(group).kind.windowed else 0
-        names = [part.start + position for part in (fields.columns, fields.copy_source, fields.published, fields.left)]
+        parts = (fields.columns, fields.copy_source, fields.published, fields.left)
+        own = jnp.array([part.start + position for part in parts])
         values = jnp.stack([shared, source, shared * config.units_per_block(group), jnp.asarray(left, jnp.int32)])
-        request = request.at[jnp.array(names)].set(jnp.where(ok, values, request[jnp.array(names)]))
+        request = request.at[own].set(jnp.where(ok, values, request[own]))
     for position, group in enumerate(config.geometry.recurrent):
         slot = jnp.where(ok, hit.states[position], 0)
         state = pool.touch(config, state, config.group_pool[group], slot[None])
@@ -204,19 +211,18 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
     filed = jnp.ones(wanted.shape, bool)
     for group in config.geometry.recurrent:
         filed &= index.find(state.entries, index.tag(keys, group)).block > 0
-    rung, shared = jnp.asarray(is_rung(config)), jnp.asarray(is_shared(config))
-    optional = rung | (jnp.arange(config.emissions) >= config.wanted)
+    shared, optional = jnp.asarray(is_shared(config)), jnp.asarray(is_optional(config))
     inside = ok & (wanted > 0) & ~filed & ~(optional & (state.counters[SHORT] > 0))
     spare = spare_states(config, state)
     room = jnp.where(shared, spare, jnp.minimum(spare, unreused_states(config, state, config.emissions)))
     chosen = inside & (jnp.cumsum(inside.astype(jnp.int32)) <= room)
     count = chosen.sum(dtype=jnp.int32)
     nth = jnp.maximum(jnp.cumsum(chosen.astype(jnp.int32)) - 1, 0)
-    slots = []
+    by_group = []
     for group in config.geometry.recurrent:
         state, ids = pool.take(config, state, config.group_pool[group], count, config.emissions)
-        slots.append(jnp.where(chosen, ids[nth], 0))
-    slots = jnp.stack(slots, -1)
+        by_group.append(jnp.where(chosen, ids[nth], 0))
+    slots = jnp.stack(by_group, -1)
     positions = jnp.where(chosen, wanted, 0)
     request = request.at[fields.emit_position].set(positions).at[fields.emit_slot].set(slots.reshape(-1))
     at = jnp.where(ok, row, config.max_requests)
@@ -225,9 +231,11 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
         requests=state.requests.at[at].set(request, mode="drop"),
         counters=state.counters.at[SKIPPED_STATES].add(skipped),
     )
+    first_to_go = is_first_to_go(config, state, wanted)
     order = jnp.nonzero(chosen, size=config.emissions, fill_value=0)[0].astype(jnp.int32)
 
     def file(i, state):
-        return publish_state(config, state, row, positions[order[i]], slots[order[i]], rung[order[i]], pending=True)
+        first = first_to_go[order[i]]
+        return publish_state(config, state, row, positions[order[i]], slots[order[i]], first, pending=True)
 
     return jax.lax.fori_loop(0, count, file, state)

@@ -18,8 +18,8 @@ from hybrid_kv.schedule.step import schedule
 
 
 class Workload(NamedTuple):
-    """Requests in the order they come. prompt, total: tokens i32[N], of the prompt and with the answer. keys: u32[N, U, 4]
-    hash chain of prompt and answer, `CacheConfig.units` long."""
+    """Requests in the order they come. prompt, total: tokens i32[N], of the prompt and with the answer.
+    keys: u32[N, U, 4] hash chain of prompt and answer, `CacheConfig.units` long."""
 
     prompt: jax.Array
     total: jax.Array

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
     slots: requests held at once. max_context: tokens of the longest request. drafts: most tokens verified at once.
     """
     return CacheConfig(
-        geometry=rules.geometry.unsharded(),
+        geometry=rules.geometry,
         pool_blocks=tuple(blocks + 1 for blocks in rules.pool_blocks),
         group_pool=rules.group_pool,
         max_requests=slots,
@@ -49,15 +49,14 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """tokens: prompt and answer so far. chain: keys of its units, uint32[n, 4]. slot: -1 while it waits outside."""
+    """tokens: prompt and answer so far. chain: of its units. slot: -1 while it waits outside."""
 
     name: str
     tokens: list[int]
     prompt: int
     priority: int
     flags: int
-    seed: np.ndarray
-    chain: np.ndarray
+    chain: hashing.KeyChain
     slot: int = -1
     computed: int = 0
     drafts: int = 0
@@ -91,15 +90,12 @@ class _Pool:
 
 @functools.cache
 def _compiled(config: CacheConfig):
-    def jit(transition, donate=True):
+    def jit(transition, donate=(0,)):
         options = {"xla_backend_optimization_level": 0}
-        donated = {"donate_argnums": 0} if donate else {}
-        return jax.jit(functools.partial(transition, config), compiler_options=options, **donated)
+        return jax.jit(functools.partial(transition, config), compiler_options=options, donate_argnums=donate)
 
-    return {
-        "arrive": jit(transitions.arrive), "schedule": jit(schedule), "commit": jit(transitions.commit),
-        "abort": jit(transitions.abort), "propose": jit(transitions.propose), "reset": jit(transitions.reset), "lookup": jit(lookup.lookup, donate=False),
-    }  # fmt: skip
+    named = {name: jit(getattr(transitions, name)) for name in ("arrive", "commit", "abort", "propose", "reset")}
+    return {**named, "schedule": jit(schedule), "lookup": jit(lookup.lookup, donate=())}
 
 
 class Core:
@@ -109,7 +105,7 @@ class Core:
         self.rules, self.config = rules, config
         self.requests: dict[str, Request] = {}
         self._state = initial_state(config)
-        self._jit = _compiled(config)
+        self._jit = _compiled(config.program)
         self._slots: list[Request | None] = [None] * config.max_requests
         self._outside: list[Request] = []
         self._seen = self._host()
@@ -134,9 +130,7 @@ class Core:
             if need >= blocks:
                 raise UserError(f"pool_blocks[{number}]", blocks, f"this request alone needs {need} blocks")
         flags = (lookup.SALTED if salt is not None else 0) | (0 if read_cache else lookup.SKIP_READ)
-        seed = hashing.seed("" if salt is None else repr(salt))
-        request = Request(name, list(prompt), len(prompt), priority, flags, seed, np.zeros((0, 4), np.uint32))
-        self._extend(request)
+        request = Request(name, list(prompt), len(prompt), priority, flags, self._chain(salt))
         self.requests[name] = request
         self._outside.append(request)
         self._enter()
@@ -144,8 +138,8 @@ class Core:
     def schedule(self) -> Step:
         self._enter()
         if self.config.max_drafts:
-            drafts = [request.drafts if request else 0 for request in self._slots]
-            self._state = self._jit["propose"](self._state, np.array(drafts, np.int32))
+            proposed = [request.drafts if request else 0 for request in self._slots]
+            self._state = self._jit["propose"](self._state, np.array(proposed, np.int32))
             self._seen = self._host()
         before = self._seen
         self._state = self._jit["schedule"](self._state)
@@ -168,7 +162,7 @@ class Core:
                     step.admitted[request.name] = Hit(hit, max(int(row[fields.JUNCTION]), hit))
         return step
 
-    def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> list:
+    def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> list[Any]:
         slots = self.config.max_requests
         keys = np.zeros((slots, transitions.keys_per_append(self.config), hashing.KEY_WORDS), np.uint32)
         outcome = transitions.Outcome(np.zeros(slots, np.int32), np.zeros(slots, bool), keys)
@@ -176,10 +170,8 @@ class Core:
             request = self.requests.get(name)
             if request is None:
                 continue
-            before = len(request.chain)
             request.tokens += sampled
-            self._extend(request)
-            fresh = request.chain[before:]
+            fresh = request.chain.extend(np.array(request.tokens, np.int32))
             keys[request.slot, : len(fresh)] = fresh
             outcome.produced[request.slot] = len(sampled)
             outcome.finished[request.slot] = name in ended
@@ -206,10 +198,8 @@ class Core:
 
     def probe(self, prompt: Sequence[int], salt: Hashable = None) -> Hit:
         """The hit a prompt would get."""
-        seed = hashing.seed("" if salt is None else repr(salt))
-        request = Request("", list(prompt), len(prompt), 0, 0, seed, np.zeros((0, 4), np.uint32))
-        self._extend(request)
-        found = self._jit["lookup"](self._state, self._keys(request), np.int32(len(prompt)), np.int32(0))
+        keys = self._keys(self._chain(salt), prompt)
+        found = self._jit["lookup"](self._state, keys, np.int32(len(prompt)), np.int32(0))
         return Hit(int(found.hit), max(int(found.junction), int(found.hit)))
 
     def reset(self) -> bool:
@@ -235,15 +225,15 @@ class Core:
 
     def _host(self) -> CacheState:
         """The small arrays of the state on the host; the others are not looked at."""
-        small = {"requests": 0, "pools": 0, "counters": 0}
-        return self._state._replace(**{name: np.asarray(getattr(self._state, name)) for name in small})
+        state = self._state
+        return state._replace(requests=_host(state.requests), pools=_host(state.pools), counters=_host(state.counters))
 
     def _enter(self) -> None:
         while self._outside and None in self._slots:
             request = self._outside.pop(0)
             self._state, slot = self._jit["arrive"](
-                self._state, np.int32(request.prompt), np.int32(request.flags), self._keys(request),
-                np.int32(request.priority),
+                self._state, np.int32(request.prompt), np.int32(request.flags),
+                self._keys(request.chain, request.tokens), np.int32(request.priority),
             )  # fmt: skip
             request.slot = int(slot)
             self._slots[request.slot] = request
@@ -254,21 +244,17 @@ class Core:
         if request.slot >= 0:
             self._slots[request.slot] = None
 
-    def _keys(self, request: Request) -> np.ndarray:
+    def _chain(self, salt: Hashable) -> hashing.KeyChain:
+        seed = hashing.seed("" if salt is None else repr(salt))
+        return hashing.KeyChain(self.config.unit, seed, lookahead=self.config.lookahead)
+
+    def _keys(self, chain: hashing.KeyChain, tokens: Sequence[int]) -> np.ndarray:
+        """The keys of a prompt, uint32[U, 4]."""
         keys = np.zeros((self.config.units, hashing.KEY_WORDS), np.uint32)
-        keys[: len(request.chain)] = request.chain
+        fresh = chain.extend(np.array(tokens, np.int32))[: self.config.units]
+        keys[: len(fresh)] = fresh
         return keys
 
-    def _extend(self, request: Request) -> None:
-        """Append the keys of the units that the request's tokens complete."""
-        unit, ahead = self.config.unit, self.config.lookahead
-        first, stop = len(request.chain), max(len(request.tokens) - ahead, 0) // self.config.unit
-        tokens = np.array(request.tokens[first * unit : stop * unit], np.int32)
-        extras = [_digest(request.tokens[(i + 1) * unit : (i + 1) * unit + ahead]) for i in range(first, stop)]
-        parent = request.chain[-1] if first else request.seed
-        fresh = hashing.chain(tokens, unit, parent, extras if ahead else ())
-        request.chain = np.concatenate([request.chain, fresh])
 
-
-def _digest(tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2s(np.array(tokens, np.int32).tobytes(), digest_size=16).digest()
+def _host(array: jax.Array) -> Any:
+    return np.asarray(array)

@@ -8,7 +8,6 @@ with it checks soundness of hits, copies and checkpoints without any numerics.
 from __future__ import annotations
 
 import functools
-import hashlib
 
 import jax
 import numpy as np
@@ -23,10 +22,26 @@ from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import PREEMPTED, initial_state
 from hybrid_kv.plan import StepPlan, plan_step
 
+
 # Small states are bound by the number of operations, so the machine code need not be optimised.
-_jit = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
-_arrive, _plan, _commit = _jit(transitions.arrive), _jit(plan_step), _jit(transitions.commit)
-_abort, _withdraw, _propose = _jit(transitions.abort), _jit(transitions.withdraw), _jit(transitions.propose)
+class Transition:
+    """A transition, compiled once for all configurations that share a program."""
+
+    def __init__(self, transition) -> None:
+        options = {"xla_backend_optimization_level": 0}
+        self._compiled = jax.jit(transition, static_argnums=0, compiler_options=options)
+        self._cache_size = self._compiled._cache_size
+
+    def __call__(self, config: CacheConfig, *rest):
+        return self._compiled(config.program, *rest)
+
+
+_arrive, _plan, _commit = Transition(transitions.arrive), Transition(plan_step), Transition(transitions.commit)
+_abort, _withdraw, _propose = (
+    Transition(transitions.abort),
+    Transition(transitions.withdraw),
+    Transition(transitions.propose),
+)
 
 
 class Serving:
@@ -193,13 +208,7 @@ def named(config: CacheConfig, known: int) -> int:
 
 def unit_keys(config: CacheConfig, tokens: list[int]) -> np.ndarray:
     """Keys of the units of `tokens` that have one."""
-    unit, count = config.unit, named(config, len(tokens))
-    extras = []
-    if config.lookahead:
-        ends = [(i + 1) * unit for i in range(count)]
-        seen = [np.array(tokens[end : end + config.lookahead], np.int32).tobytes() for end in ends]
-        extras = [hashlib.blake2s(tokens, digest_size=16).digest() for tokens in seen]
-    return hashing.chain(np.array(tokens[: count * unit], np.int32), unit, hashing.seed(), extras)
+    return hashing.chain(np.array(tokens, np.int32), config.unit, hashing.seed(), lookahead=config.lookahead)
 
 
 @functools.lru_cache(maxsize=4096)

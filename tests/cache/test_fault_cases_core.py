@@ -91,15 +91,15 @@ def test_a_shared_part_of_a_block_is_copied_before_it_is_written(core):  # 37, 4
     core.run()
 
 
-def test_equal_prompts_behind_a_shared_prefix_copy_from_it_and_not_from_each_other(core):  # 27, Z1
+def test_of_equal_prompts_behind_a_shared_prefix_the_second_waits_for_what_the_first_writes(core):  # 27, Z1
     serve(core, tokens(0, 17))
     twin = tokens(0, 16) + tokens(1, 50)
-    slots = [core.add(twin, 3), core.add(twin, 3)]
+    first, second = core.add(twin, 3), core.add(twin, 3)
     plan = core.step()
-    rows = [row_of(plan, slot) for slot in slots]
-    assert plan.hit[rows].tolist() == [16, 16]
-    sources, targets = plan.copies[0][rows].T.tolist()
-    assert sources[0] == sources[1] not in targets and targets[0] != targets[1]
+    assert plan.rows == 1 and plan.hit[row_of(plan, first)] == 16 and plan.copies[0][0].all()
+    plan = core.step()
+    row = row_of(plan, second)
+    assert plan.hit[row] == 64 and not plan.copies[0][row].any()
     core.run()
     assert serve(core, twin) == 64
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hybrid_kv.cache.config import CacheConfig, Placement
+from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
 
@@ -29,6 +30,13 @@ def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, .
     )
 
 
+def _kinds(specs: list[GroupSpec], blocks: int, dcp: int = 1, **more) -> CacheConfig:
+    """All groups in one pool of `blocks` blocks, hash unit 4."""
+    sizes = {"max_requests": 4, "max_context": 96, "token_budget": 40}
+    geometry = resolve(specs, dcp=dcp, hash_unit=4)
+    return CacheConfig(geometry, (blocks,), (0,) * len(specs), **(sizes | more))
+
+
 CONFIGS = {
     "plain": _config(1, 1, False, 8, ()),
     "partial hits, striped": _config(2, 1, False, 4, (16,)),
@@ -36,6 +44,41 @@ CONFIGS = {
     "one pool for all": _config(2, 2, True, 8, (16,)),
     "attention only": _config(2, 0, False, 4, ()),
     "admitted by the chunk": _config(1, 1, False, 8, (16,), whole=False),
+    "windows, every block kept": _kinds(
+        [
+            GroupSpec("full", "full", 8),
+            GroupSpec("swa", "sliding_window", 4, window=11),
+            GroupSpec("local", "chunked_local", 4, window=16),
+            GroupSpec("gdn", "recurrent", 8),
+        ],
+        80,
+        placement=Placement(retention=None),
+    ),
+    "windows alone": _kinds([GroupSpec("swa", "sliding_window", 4, window=8)], 22, placement=Placement(retention=8)),
+    "drafts, dropped": _kinds(
+        [GroupSpec("mla", "mla", 8), GroupSpec("draft", "mla", 4, draft=True), GroupSpec("kda", "recurrent", 8)],
+        40,
+        dcp=2,
+        draft=Draft.DROP,
+        max_drafts=3,
+        slots_ahead=3,
+        whole_prompts=False,
+        chunk_limit=10,
+        placement=Placement(retention=16),
+    ),
+    "drafts, lookahead, priority": _kinds(
+        [
+            GroupSpec("mla", "mla", 8, draft=True),
+            GroupSpec("kda", "recurrent", 4),
+            GroupSpec("swa", "sliding_window", 4, window=9),
+        ],
+        56,
+        draft=Draft.LOOKAHEAD,
+        lookahead=2,
+        max_drafts=5,
+        slots_ahead=3,
+        priority=True,
+    ),
 }
 
 
@@ -55,7 +98,7 @@ def test_random_traffic_is_sound_and_leaves_nothing_behind(name):
         for _ in range(4000):
             while queue and len(serving.live) < config.max_requests and rng.random() < 0.7:
                 prompt, answer = queue.pop()
-                serving.add(prompt, answer)
+                serving.add(prompt, answer, priority=int(rng.integers(0, 3)))
             if not serving.live:
                 if not queue:
                     break

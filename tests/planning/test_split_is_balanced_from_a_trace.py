@@ -45,7 +45,7 @@ def test_a_trace_is_counted_in_distinct_blocks():
 
 def test_placement_decides_what_states_are_kept():
     request = [(list(range(33)), [1, 2, 3, 4, 5])]
-    none = Placement(tail=False, turn_end=False, junction=False)
+    none = Placement(tail=False, turn_end=False, junctions=0)
     asked = [
         demand(requests=request, placement=p).touched[1][0] for p in (none, Placement(), Placement(ladder=(8, 16)))
     ]
