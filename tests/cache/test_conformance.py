@@ -43,7 +43,10 @@ class Bench:
             self.ends.setdefault(row.request.name, []).append(row.start + row.length)
             if row.start + row.length == len(row.request.tokens):
                 through.append(row.request.name)
-        self.device.run(self.model.commit(step, {name: [1] for name in through}, through))
+        answers = {name: [1] for name in through}
+        self.device.run(step, answers)
+        self.model.commit(step, answers, through)
+        self.device.check(step)
         assert broken(self.model) == []
         return step
 

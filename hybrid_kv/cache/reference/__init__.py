@@ -1,7 +1,8 @@
 """The cache and scheduler as a slow, obvious model: plain Python, one object a block, content for keys."""
 
 from hybrid_kv.cache.reference.lookup import Hit, lookup
-from hybrid_kv.cache.reference.model import Model, Row, Step
+from hybrid_kv.cache.reference.model import Model
+from hybrid_kv.cache.reference.plan import Row, Step
 from hybrid_kv.cache.reference.rules import Draft, Rules
 
 __all__ = ["Draft", "Hit", "Model", "Row", "Rules", "Step", "lookup"]

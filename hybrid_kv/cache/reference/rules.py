@@ -32,7 +32,8 @@ class Rules:
     windowed groups keep the rows that a request resuming there needs. tail, turn_end, ladder: semantic points, see
     `cache.config.Placement`; junctions: most of a request, the deepest and the last forks before it. lookahead: tokens
     beyond a unit that its key covers (Draft.LOOKAHEAD).
-    slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes.
+    slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes. steps_in_flight: 2 if a step is planned
+    while the one before it runs.
     """
 
     geometry: SystemGeometry
@@ -52,6 +53,12 @@ class Rules:
     lookahead: int = 0
     slots_ahead: int = 0
     priority: bool = False
+    steps_in_flight: int = 1
+    max_active: int | None = None
+    chunk_adaptive: bool = False
+    prefill_interval: int = 1
+    watermark: float = 0.0
+    admit_whole: bool = True
 
     def __post_init__(self) -> None:
         if len(self.group_pool) != len(self.geometry.groups):
@@ -65,9 +72,14 @@ class Rules:
         for grid in self.ladder:
             if grid < 1 or grid % self.geometry.hit_unit:
                 raise UserError("ladder", grid, f"hits end at multiples of {self.geometry.hit_unit} tokens: use such")
-        for field in ("max_requests", "max_context", "token_budget", "chunk_limit"):
+        for field in ("max_requests", "max_context", "token_budget", "chunk_limit", "steps_in_flight",
+                      "prefill_interval"):  # fmt: skip
             if getattr(self, field) < 1:
                 raise UserError(field, getattr(self, field), "use at least 1")
+        if self.max_active is not None and self.max_active < 1:
+            raise UserError("max_active", self.max_active, "use at least 1, or None")
+        if not 0 <= self.watermark < 1:
+            raise UserError("watermark", self.watermark, "use a share of the pool, from 0 to below 1")
         if self.retention is not None and (self.retention < 0 or self.retention % self.geometry.schedule_block):
             raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.geometry.schedule_block}")
         if (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
@@ -84,8 +96,25 @@ class Rules:
         return int(self.draft is Draft.DROP and spec.draft and spec.kind is not GroupKind.RECURRENT)
 
     @property
+    def most_running(self) -> int:
+        """Requests that run at once."""
+        return min(self.max_requests, self.max_active or self.max_requests)
+
+    def longest_chunk(self, living: int) -> int:
+        """Tokens of one prefill chunk while so many requests live."""
+        if living <= 1:
+            return self.token_budget
+        return max(self.chunk_limit, self.token_budget // living) if self.chunk_adaptive else self.chunk_limit
+
+    @property
     def longest_lag(self) -> int:
         return max(self.lag(group) for group in range(len(self.geometry.groups)))
+
+    @property
+    def turn_slots(self) -> int:
+        """Slots of a ring of turn-end states, see `turns`."""
+        beyond = self.longest_lag * self.unit + max(self.lookahead - 1, 0)
+        return 1 + -(-beyond // self.geometry.hit_unit) + self.steps_in_flight - 1
 
     def resume_points(self, prompt: int, known: int) -> set[int]:
         """Boundaries where a later request with this prompt, or with a longer one, may resume.
