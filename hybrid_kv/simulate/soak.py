@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from hybrid_kv.cache.reference import Draft, Model, Row, Rules, Step
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
+from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, SystemGeometry, resolve
 
@@ -137,6 +138,8 @@ class _Traffic:
 
     def _step(self) -> bool:
         """Plan a step, and complete the oldest one if as many are in flight as may be; whether anything happened."""
+        if self.rng.random() < 0.05:
+            self._withdraw()
         step = self.model.schedule()
         self._count(step)
         if step.rows:
@@ -150,7 +153,16 @@ class _Traffic:
         self._abort(0.04)
         return bool(step.rows) or done
 
+    def _withdraw(self) -> None:
+        """Plan a step and take it back; nothing may be left of it."""
+        before = Snapshot(self.model)
+        self.model.withdraw(self.model.schedule(revocable=True))
+        self.counts["withdrawn"] += 1
+        if Snapshot(self.model) != before:
+            raise Unsound("a withdrawn step left something behind")
+
     def _count(self, step: Step) -> None:
+        self.counts.update(hit.reason.name for hit in step.admitted.values())
         self.counts.update(
             preempted=len(step.preempted), copies=step.copies, hits=sum(hit.tokens for hit in step.admitted.values())
         )

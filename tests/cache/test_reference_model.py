@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from hybrid_kv.cache.reference import Draft, Model, Row, Rules, admission, lookup, states, windows
+from hybrid_kv.cache.reference import Draft, Model, Row, Rules, admission, lookup, snapshot, states, windows
 from hybrid_kv.cache.reference.pool import Pool
 from hybrid_kv.cache.reference.request import Request
 from hybrid_kv.errors import UserError
@@ -101,13 +101,17 @@ def _leave_windows_before_the_commit(monkeypatch):
     monkeypatch.setattr(windows, "leave", leave)
 
 
+def _restore_all_but_the_order_of_eviction(monkeypatch):
+    monkeypatch.setattr(snapshot, "_CONSTANT", (*snapshot._CONSTANT, "named"))
+
+
 @pytest.mark.parametrize(
     "fault",
     [
         _keep_names, _file_too_much, _trust_other_successors, _share_what_is_not_computed, _hold_twice,
         _file_the_state_a_row_in_flight_writes_over, _file_what_is_in_flight, _admit_before_late_tokens_are_in,
         _take_a_stale_row_for_a_row, _share_what_lost_its_holders, _keep_refused_drafts,
-        _leave_windows_before_the_commit,
+        _leave_windows_before_the_commit, _restore_all_but_the_order_of_eviction,
     ],
     ids=lambda fault: fault.__name__.strip("_"),
 )  # fmt: skip

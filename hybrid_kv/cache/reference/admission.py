@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybrid_kv.cache.reference import states
+from hybrid_kv.cache.reasons import Reason
+from hybrid_kv.cache.reference import states, why
 from hybrid_kv.cache.reference.core import Core
 from hybrid_kv.cache.reference.lookup import Find, Hit, lookup, window_units
 from hybrid_kv.cache.reference.pool import Block
@@ -14,19 +15,25 @@ from hybrid_kv.geometry import GroupKind
 
 def find_hit(core: Core, request: Request) -> tuple[Hit | None, Find]:
     """(hit, where its blocks are found), or (None, ...) if the request should wait for content in the making."""
-    if not (core.rules.caching and request.read_cache):
-        return Hit(0, 0), core.index.find
+    if not core.rules.caching:
+        return Hit(0, 0, Reason.CACHING_OFF), core.index.find
+    if not request.read_cache:
+        return Hit(0, 0, Reason.SKIPPED), core.index.find
     known = len(request.tokens)
     now = lookup(core.rules, request.chain, known, core.index.find)
     soon = lookup(core.rules, request.chain, known, core.find_soon)
     if soon.tokens <= now.tokens:
-        return now._replace(depth=max(now.depth, soon.depth)), core.index.find
+        return _explained(core, request, now._replace(depth=max(now.depth, soon.depth))), core.index.find
     last = soon.tokens // core.rules.unit - 1
     for group, geometry in enumerate(core.rules.geometry.groups):
         recurrent = geometry.kind is GroupKind.RECURRENT
         if (recurrent or soon.tokens % geometry.block) and core.index.find(core.name(request, group, last)) is None:
             return None, core.find_soon
-    return soon, core.find_soon
+    return _explained(core, request, soon), core.find_soon
+
+
+def _explained(core: Core, request: Request, hit: Hit) -> Hit:
+    return hit._replace(reason=why.reason(core, request.chain, request.tokens, request.salt, hit))
 
 
 def served(core: Core, request: Request, hit: int, find: Find) -> list[dict[int, Block]]:

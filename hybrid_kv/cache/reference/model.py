@@ -21,17 +21,43 @@ remains to be watched:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
-from hybrid_kv.cache.reference import admission, publishing, room, states, windows
+from hybrid_kv.cache.reasons import Reason
+from hybrid_kv.cache.reference import admission, publishing, room, states, why, windows
 from hybrid_kv.cache.reference.core import Core
 from hybrid_kv.cache.reference.lookup import Hit, lookup
 from hybrid_kv.cache.reference.plan import Row, Step
 from hybrid_kv.cache.reference.pool import Block
 from hybrid_kv.cache.reference.request import Request
 from hybrid_kv.cache.reference.rules import Rules
+from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.cache.reference.turns import Ring
 from hybrid_kv.errors import UserError
+
+
+class _Undo:
+    """What to go back to if a step is withdrawn, and what has been asked for since it was planned."""
+
+    def __init__(self, model: Model) -> None:
+        self.before = Snapshot(model)
+        self.step: Step | None = None
+        self.since: list[Callable[[], Any]] = []
+
+
+def _noted(transition: Callable[..., Any]) -> Callable[..., Any]:
+    """A transition that is done again if the step before it is withdrawn."""
+
+    @functools.wraps(transition)
+    def noted(self: Model, *arguments: Any, **named: Any) -> Any:
+        result = transition(self, *arguments, **named)
+        if self.undo is not None:
+            self.undo.since.append(lambda: transition(self, *arguments, **named))
+        return result
+
+    return noted
 
 
 class Model(Core):
@@ -44,9 +70,12 @@ class Model(Core):
         self.running: list[str] = []
         self._arrivals = 0
         self._steps = self._last_prefill = 0
+        self._deferring = False
+        self.undo: _Undo | None = None
 
     # Transitions
 
+    @_noted
     def arrive(
         self,
         name: str,
@@ -78,14 +107,17 @@ class Model(Core):
         self.requests[name] = request
         self.waiting.append(name)
 
-    def schedule(self) -> Step:
+    def schedule(self, *, revocable: bool = False) -> Step:
         """Plan one step: running requests in order of admission, then waiting ones while nobody was preempted.
 
-        A step with rows is in flight until it is committed.
+        A step with rows is in flight until it is committed, or withdrawn if it was planned as revocable.
         """
         if len(self.flying) >= self.rules.steps_in_flight:
             raise UserError("schedule", f"{len(self.flying)} steps in flight", "commit the oldest first")
+        self.undo = _Undo(self) if revocable else None
         step = Step()
+        if self.undo:
+            self.undo.step = step
         self.flying.append(step)
         self._steps += 1
         self._deferring = self._prefills_wait()
@@ -110,6 +142,20 @@ class Model(Core):
             self._last_prefill = self._steps
         return step
 
+    def withdraw(self, step: Step) -> None:
+        """Take back a step that was not handed to the device: all is as if it had never been planned.
+
+        What was asked for since, arrivals and commits of earlier steps included, is done again on the state before.
+        """
+        undo = self.undo
+        if undo is None or undo.step is not step:
+            raise UserError("step", "not revocable", "withdraw the last one, planned with revocable=True, uncommitted")
+        self.undo = None
+        undo.before.restore()
+        for transition in undo.since:
+            transition()
+
+    @_noted
     def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> None:
         """What the device did: tokens sampled by each row (after 0 or more accepted drafts), and who is through.
 
@@ -124,6 +170,8 @@ class Model(Core):
                 "step", "one that is not the oldest in flight", "commit steps in the order they were planned"
             )
         self._check_answers(step, answers)
+        if self.undo and self.undo.step is step:
+            self.undo = None
         self.flying.popleft()
         ran = set()
         for row in step.rows:
@@ -135,19 +183,22 @@ class Model(Core):
                 row.drop_emissions()
         for name in ended:
             if self.requests.get(name) in ran:
-                self.finish(name)
+                self._leave(name)
 
+    @_noted
     def finish(self, name: str) -> None:
         """The request leaves; what its prefix is worth stays to be found."""
-        request = self.requests.pop(name)
-        self._release(request)
-        (self.running if request.running else self.waiting).remove(name)
+        if name not in self.requests:
+            raise UserError("request", name, "finish one that lives")
+        self._leave(name)
 
+    @_noted
     def abort(self, name: str) -> None:
         """The request leaves at any moment, also between the schedule and the commit of a step."""
         if name in self.requests:
-            self.finish(name)
+            self._leave(name)
 
+    @_noted
     def propose(self, name: str, drafts: int) -> None:
         """Draft tokens to verify in the request's next row; with two steps in flight, those its last row will have."""
         if name not in self.requests:
@@ -157,10 +208,14 @@ class Model(Core):
         self.requests[name].drafts = drafts
 
     def probe(self, prompt: Sequence[int], salt: Hashable = None) -> Hit:
-        """The hit a prompt would get; changes nothing that a request could notice."""
+        """The hit a prompt would get, and why it is not more; changes nothing that a request could notice."""
+        if not self.rules.caching:
+            return Hit(0, 0, Reason.CACHING_OFF)
         chain = self.prefixes.known(prompt, self.rules.unit, self.rules.lookahead, salt)
-        return lookup(self.rules, chain, len(prompt), self.index.find) if self.rules.caching else Hit(0, 0)
+        hit = lookup(self.rules, chain, len(prompt), self.index.find)
+        return hit._replace(reason=why.reason(self, chain, prompt, salt, hit))
 
+    @_noted
     def reset(self) -> bool:
         """Forget all content; False, and nothing changed, while any request or step holds a block."""
         if any(pool.free < pool.size for pool in self.pools):
@@ -218,7 +273,7 @@ class Model(Core):
             if self.running:
                 return False
             # Alone, and it still lacks blocks: those of the hit and of its copy. Without the hit it fits, see `arrive`.
-            hit = hit._replace(tokens=0)
+            hit = hit._replace(tokens=0, reason=Reason.CAPPED if hit.tokens else hit.reason)
             adopted = [{} for _ in adopted]
             if not self._fits_with(request, adopted, 0):
                 return False  # steps in flight hold the rest
@@ -247,6 +302,11 @@ class Model(Core):
         if self._steps - self._last_prefill >= self.rules.prefill_interval or not self._last_prefill:
             return False
         return any(not self.requests[name].prefilling for name in self.running)
+
+    def _leave(self, name: str) -> None:
+        request = self.requests.pop(name)
+        self._release(request)
+        (self.running if request.running else self.waiting).remove(name)
 
     def _newest(self) -> Request:
         requests = [self.requests[name] for name in self.running]

@@ -25,10 +25,12 @@ class Block:
 
 
 class Index:
-    """Blocks by name. Equal content computed twice is filed twice while both blocks are held."""
+    """Blocks by name. Equal content computed twice is filed twice while both blocks are held. evicted: names that were
+    lost to make room."""
 
     def __init__(self) -> None:
         self._blocks: dict[Name, dict[Block, None]] = {}
+        self.evicted: set[Name] = set()
 
     def find(self, name: Name) -> Block | None:
         """The block filed first."""
@@ -40,6 +42,7 @@ class Index:
 
     def add(self, name: Name, block: Block) -> None:
         self._blocks.setdefault(name, {})[block] = None
+        self.evicted.discard(name)
         block.names.add(name)
 
     def remove(self, name: Name, block: Block) -> None:
@@ -48,6 +51,13 @@ class Index:
             blocks.pop(block, None)
             if not blocks:
                 del self._blocks[name]
+
+    def evict(self, block: Block) -> None:
+        """Forget what a block holds, because something else is to take its place."""
+        for name in list(block.names):
+            self.remove(name, block)
+            if name not in self._blocks:
+                self.evicted.add(name)
 
     def all(self, name: Name) -> list[Block]:
         return list(self._blocks.get(name, ()))
@@ -62,7 +72,8 @@ class Pool:
     def __init__(self, blocks: int, index: Index) -> None:
         self.size = blocks
         self.index = index
-        self.nameless = [Block(self, number) for number in range(blocks, 0, -1)]
+        self.blocks = [Block(self, number) for number in range(blocks, 0, -1)]
+        self.nameless = list(self.blocks)
         self.named: OrderedDict[Block, None] = OrderedDict()
         self.evicted = 0
 
@@ -77,8 +88,7 @@ class Pool:
         else:
             block, _ = self.named.popitem(last=False)
             self.evicted += 1
-            for name in list(block.names):
-                self.index.remove(name, block)
+            self.index.evict(block)
         block.holders, block.kept, block.reused, block.spare = 1, False, False, False
         return block
 
@@ -128,3 +138,4 @@ class Pool:
             self.forget(block)
             del self.named[block]
             self.nameless.append(block)
+        self.index.evicted.clear()
