@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from hybrid_kv.cache.reference import Draft, Model, Row, Rules, Step
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
+from hybrid_kv.cache.reference.events import Removed, Stored
 from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, SystemGeometry, resolve
@@ -53,7 +54,7 @@ def draw_rules(rng: random.Random) -> Rules:
         slots_ahead=drafts if draft is not Draft.NONE else 0, turn_end=rng.random() < 0.7,
         ladder=rng.choice([(), (4 * unit,)]), priority=rng.random() < 0.2, steps_in_flight=rng.choice([1, 2, 2, 3]),
         max_active=rng.choice([None, None, 3]), chunk_adaptive=rng.random() < 0.3, admit_whole=rng.random() < 0.7,
-        prefill_interval=rng.choice([1, 1, 1, 3]), watermark=rng.choice([0.0, 0.0, 0.1]),
+        events=rng.random() < 0.3, prefill_interval=rng.choice([1, 1, 1, 3]), watermark=rng.choice([0.0, 0.0, 0.1]),
     )  # fmt: skip
 
 
@@ -93,6 +94,8 @@ class _Traffic:
         self.flying: deque[Step] = deque()
         self.counts: collections.Counter[str] = collections.Counter()
         self.queue = self._draw_prompts(requests)
+        # Keys as a listener knows them.
+        self.heard: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def _draw_prompts(self, requests: int) -> list[list[int]]:
         rng = self.rng
@@ -117,8 +120,20 @@ class _Traffic:
                 fault = "stalled"
             elif not fault and (faults := broken(self.model)):
                 fault = f"broken: {faults[0]}"
-        self.counts["evicted"] = sum(pool.evicted for pool in self.model.pools)
+            elif not fault and self.rules.events:
+                fault = self._listen()
+        self.counts["evicted"] = self.model.evictions
         return Outcome(self.seed, self.rules, fault or self._leak(), self.counts)
+
+    def _listen(self) -> str:
+        """Follow the cache by its events; they must lead to the names that there are."""
+        for event in self.model.drain_events():
+            if isinstance(event, Stored):
+                self.heard.update((event.group, key) for key in event.keys)
+            elif isinstance(event, Removed):
+                self.heard[event.group, event.key] -= 1
+        found = {name: len(self.model.index.all(name)) for name in self.model.index.names()}
+        return "" if +self.heard == found else "events: they tell of other names than there are"
 
     def _leak(self) -> str:
         if held := sum(pool.size - pool.free for pool in self.model.pools):

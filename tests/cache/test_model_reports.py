@@ -4,6 +4,7 @@ import pytest
 
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference import Draft, Model, Rules
+from hybrid_kv.cache.reference.events import Cleared, Removed, Stored
 from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
@@ -128,3 +129,96 @@ def test_only_a_revocable_step_that_is_not_committed_can_be_withdrawn():
     core.commit(step, {"a": [1]})
     with pytest.raises(UserError, match="revocable"):
         core.withdraw(step)
+
+
+# Events and statistics
+
+
+def test_every_registration_is_told_with_its_tokens_and_its_parent():  # C1, C3
+    core = model(events=True)
+    serve(core, "a", range(9))
+    keys = core.prefixes.known(range(9), 4)
+    assert core.drain_events() == [
+        Stored(1, (keys[1],), 4, 8, keys[0], 4), Stored(0, (keys[0],), 0, 4, None, 4),
+        Stored(0, (keys[1],), 4, 8, keys[0], 4),
+    ]  # fmt: skip
+    assert core.drain_events() == []
+    serve(core, "b", range(9))
+    assert core.drain_events() == []  # nothing new
+
+
+def test_the_loss_of_every_key_is_told():  # C1
+    core = model(blocks=(3, 20), events=True)
+    serve(core, "a", range(9))
+    core.drain_events()
+    serve(core, "b", [7] * 11)
+    lost = [event for event in core.drain_events() if isinstance(event, Removed)]
+    assert lost == [Removed(0, key) for key in reversed(core.prefixes.known(range(9), 4))]
+    assert core.reset()
+    assert core.drain_events()[-1] == Cleared()
+
+
+def test_events_speak_of_blocks_in_the_geometry_of_their_group():  # Z12
+    geometry = resolve([GroupSpec("mla", "mla", 16), GroupSpec("kda", "recurrent", 16)], dcp=8, hash_unit=16)
+    core = Model(Rules(geometry, (20, 20), (0, 1), events=True, event_hits=True))
+    serve(core, "a", range(257))
+    filed = [event for event in core.drain_events() if event.group == 0]
+    assert [(event.first, event.stop, event.block, len(event.keys)) for event in filed] == [
+        (0, 128, 128, 8), (128, 256, 128, 8),
+    ]  # fmt: skip
+    assert serve(core, "b", [*range(256), 7, 7, 7]).tokens == 256
+    served = [event for event in core.drain_events() if event.group == 0]
+    assert served == filed  # 2 blocks of 128, not of 16
+
+
+def test_events_of_a_step_that_may_be_withdrawn_are_held_back():
+    core = model(blocks=(3, 20), events=True)
+    serve(core, "a", range(9))
+    core.drain_events()
+    core.arrive("b", [7] * 11)
+    step = core.schedule(revocable=True)
+    assert core.drain_events() == []
+    core.withdraw(step)
+    assert core.drain_events() == []
+    core.commit(core.schedule(), {"b": [1]}, ["b"])
+    assert len(core.drain_events()) > 2
+
+
+def test_nobody_listens_unless_asked_to():
+    with pytest.raises(UserError, match="events"):
+        model().drain_events()
+    with pytest.raises(UserError, match="event_hits"):
+        model(event_hits=True)
+
+
+def test_statistics_count_each_admission_once():  # A26
+    core = model(blocks=(7, 20))
+    serve(core, "a", range(17))
+    core.arrive("b", range(17), answer=8)
+    core.arrive("c", [7] * 13)
+    while core.requests:  # c waits for blocks
+        step = core.schedule()
+        samples = [row.request.name for row in step.rows if row.samples]
+        core.commit(step, {name: [1] for name in samples}, samples)
+    seen = core.statistics
+    assert (seen.admissions, seen.queries, seen.hits) == (3, 17 + 17 + 13, 16)
+    assert seen.reasons == {Reason.COLD: 2, Reason.NONE: 1}
+    assert (seen.resumes, seen.preemptions) == (0, 0)
+    assert seen.states >= 2 and core.evictions >= 1
+
+
+def test_a_resume_is_counted_apart():
+    core = model(blocks=(5, 9))
+    core.arrive("a", range(11), answer=6)
+    core.arrive("b", [7] * 6, answer=6)
+    given = {"a": 0, "b": 0}
+    while core.requests:
+        step = core.schedule()
+        samples = [row.request.name for row in step.rows if row.samples]
+        for name in samples:
+            given[name] += 1
+        core.commit(step, {name: [1] for name in samples}, [name for name in samples if given[name] == 6])
+    seen = core.statistics
+    assert seen.preemptions == seen.resumes >= 1
+    assert (seen.admissions, seen.queries) == (2, 17)
+    assert seen.resume_queries > 6

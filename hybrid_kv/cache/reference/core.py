@@ -10,6 +10,7 @@ from hybrid_kv.cache.reference.pool import Block, Index, Name, Pool
 from hybrid_kv.cache.reference.prefixes import Prefixes
 from hybrid_kv.cache.reference.request import Request
 from hybrid_kv.cache.reference.rules import Rules
+from hybrid_kv.cache.reference.statistics import Statistics
 from hybrid_kv.geometry import GroupKind
 
 
@@ -19,11 +20,17 @@ class Core:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.index = Index()
+        self.index = Index(rules.events)
+        self.statistics = Statistics()
         self.pools = [Pool(blocks, self.index) for blocks in rules.pool_blocks]
         self.prefixes = Prefixes()
         self.flying: deque[Step] = deque()
         self.short = False
+
+    @property
+    def evictions(self) -> int:
+        """Blocks with a name that were taken for something else."""
+        return sum(pool.evicted for pool in self.pools)
 
     def pool(self, group: int) -> Pool:
         return self.pools[self.rules.group_pool[group]]

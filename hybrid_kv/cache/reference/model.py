@@ -28,6 +28,7 @@ from typing import Any
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference import admission, publishing, room, states, why, windows
 from hybrid_kv.cache.reference.core import Core
+from hybrid_kv.cache.reference.events import Event
 from hybrid_kv.cache.reference.lookup import Hit, lookup
 from hybrid_kv.cache.reference.plan import Row, Step
 from hybrid_kv.cache.reference.pool import Block
@@ -43,6 +44,7 @@ class _Undo:
 
     def __init__(self, model: Model) -> None:
         self.before = Snapshot(model)
+        self.events = len(model.index.events or ())
         self.step: Step | None = None
         self.since: list[Callable[[], Any]] = []
 
@@ -152,6 +154,8 @@ class Model(Core):
             raise UserError("step", "not revocable", "withdraw the last one, planned with revocable=True, uncommitted")
         self.undo = None
         undo.before.restore()
+        if self.index.events is not None:
+            del self.index.events[undo.events :]
         for transition in undo.since:
             transition()
 
@@ -220,9 +224,21 @@ class Model(Core):
         """Forget all content; False, and nothing changed, while any request or step holds a block."""
         if any(pool.free < pool.size for pool in self.pools):
             return False
+        self.index.clear()
         for pool in self.pools:
             pool.reset()
         return True
+
+    def drain_events(self) -> list[Event]:
+        """What was filed and lost since the last call; events of a step that may still be withdrawn come later."""
+        events = self.index.events
+        if events is None:
+            raise UserError("events", False, "make the model with Rules(events=True)")
+        count = self.undo.events if self.undo else len(events)
+        if self.undo:
+            self.undo.events = 0
+        drained, events[:count] = events[:count], []
+        return drained
 
     # Scheduling
 
@@ -282,6 +298,8 @@ class Model(Core):
         self.running.append(request.name)
         request.running = True
         step.admitted[request.name] = hit
+        self.statistics.admitted(len(request.tokens), hit, resumed=request.epoch > 0)
+        publishing.report_hit(self, request)
         length = min(len(request.tokens) - hit.tokens, self._first_chunk(step))
         self._row(step, request, length, 0)
         return True
@@ -328,6 +346,7 @@ class Model(Core):
         self.waiting.append(request.name)
         step.admitted.pop(request.name, None)
         step.preempted.append(request.name)
+        self.statistics.preemptions += 1
 
     def _row(self, step: Step, request: Request, length: int, drafts: int) -> None:
         """Take the blocks of a row, plan the states it saves, and say what it will have written."""

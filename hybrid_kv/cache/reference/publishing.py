@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybrid_kv.cache.reference.core import Core
+from hybrid_kv.cache.reference.events import Stored
 from hybrid_kv.cache.reference.plan import Row, Step
+from hybrid_kv.cache.reference.pool import Block, Name
 from hybrid_kv.cache.reference.request import Request
 
 
@@ -29,6 +33,49 @@ def publish(core: Core, request: Request) -> None:
         return
     for group in core.row_groups:
         done = core.nameable(request, group, request.computed)
-        for name, block in core.parts(request, group, request.published[group], done):
-            core.index.add(name, block)
-        request.published[group] = max(done, request.published[group])
+        first = request.published[group]
+        for columns in _by_block(core, request, group, range(first, done)):
+            fresh = [unit for unit, name, block in columns if core.index.add(name, block)]
+            tell(core, request, group, fresh)
+        request.published[group] = max(done, first)
+
+
+def file_state(core: Core, request: Request, group: int, boundary: int, block: Block) -> None:
+    """File a state that was saved, if the tokens its name covers are known."""
+    name = core.state_name(request, group, boundary)
+    if name and core.index.add(name, block):
+        core.statistics.states += 1
+        tell(core, request, group, [boundary // core.rules.unit - 1])
+
+
+def report_hit(core: Core, request: Request) -> None:
+    """Tell of the blocks a hit is served from, as if they were filed now."""
+    if not core.rules.event_hits:
+        return
+    units = range(request.hit // core.rules.unit)
+    for group in core.row_groups:
+        for columns in _by_block(core, request, group, units):
+            tell(core, request, group, [unit for unit, _, _ in columns])
+    for group in core.rules.geometry.recurrent:
+        tell(core, request, group, list(units[-1:]))
+
+
+def tell(core: Core, request: Request, group: int, units: Sequence[int]) -> None:
+    """One event for units, one after the other, of one block."""
+    if not units or core.index.events is None:
+        return
+    unit, lag, first = core.rules.unit, core.rules.lag(group), units[0]
+    keys = tuple(request.chain[one + lag] for one in units)
+    parent = request.chain[first + lag - 1] if first else None
+    block = core.rules.geometry.groups[group].block
+    core.index.tell(Stored(group, keys, first * unit, (units[-1] + 1) * unit, parent, block))
+
+
+def _by_block(core: Core, request: Request, group: int, units: range) -> list[list[tuple[int, Name, Block]]]:
+    """The units that the request holds as (unit, name, block), those of a block together."""
+    per_block = core.rules.geometry.groups[group].block // core.rules.unit
+    columns: dict[int, list[tuple[int, Name, Block]]] = {}
+    for unit in units:
+        if (block := request.tables[group].get(unit // per_block)) is not None:
+            columns.setdefault(unit // per_block, []).append((unit, core.name(request, group, unit), block))
+    return list(columns.values())

@@ -34,6 +34,12 @@ class Rules:
     beyond a unit that its key covers (Draft.LOOKAHEAD).
     slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes. steps_in_flight: 2 if a step is planned
     while the one before it runs.
+    max_active: requests that run at once, where that is fewer than there are places for. chunk_adaptive: a chunk may be
+    as long as a fair share of the step's tokens, if that is more than its limit; the limit holds only while several
+    requests live. prefill_interval: steps from one with a prefill to the next, while others decode. watermark: share of
+    a pool that an admission leaves free while others run. admit_whole: admit a request when all its known tokens find
+    blocks, not just its first chunk. events: keep a record of what is filed and lost, see `Model.drain_events`;
+    event_hits: report the blocks that a hit is served from as well.
     """
 
     geometry: SystemGeometry
@@ -59,6 +65,8 @@ class Rules:
     prefill_interval: int = 1
     watermark: float = 0.0
     admit_whole: bool = True
+    events: bool = False
+    event_hits: bool = False
 
     def __post_init__(self) -> None:
         if len(self.group_pool) != len(self.geometry.groups):
@@ -76,6 +84,8 @@ class Rules:
                       "prefill_interval"):  # fmt: skip
             if getattr(self, field) < 1:
                 raise UserError(field, getattr(self, field), "use at least 1")
+        if self.event_hits and not self.events:
+            raise UserError("event_hits", True, "turn events on as well")
         if self.max_active is not None and self.max_active < 1:
             raise UserError("max_active", self.max_active, "use at least 1, or None")
         if not 0 <= self.watermark < 1:

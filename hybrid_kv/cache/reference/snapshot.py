@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybrid_kv.cache.reference.model import Model
 
 # Fields that do not belong to what a step changes.
-_CONSTANT = ("rules", "prefixes", "index", "pools", "undo")
+_CONSTANT = ("rules", "prefixes", "index", "pools", "undo", "events", "statistics")
 
 
 class Snapshot:
@@ -25,7 +25,7 @@ class Snapshot:
     def __init__(self, model: Model) -> None:
         requests = {id(row.request): row.request for step in model.flying for row in step.rows}
         requests |= {id(request): request for request in model.requests.values()}
-        objects: list[Any] = [model, model.index, *model.pools, *model.flying, *requests.values()]
+        objects: list[Any] = [model, model.index, model.statistics, *model.pools, *model.flying, *requests.values()]
         objects += [row for step in model.flying for row in step.rows]
         objects += [block for pool in model.pools for block in pool.blocks]
         self._fields = [(one, {name: _copied(getattr(one, name)) for name in _names(one)}) for one in objects]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from hybrid_kv.cache.reference import publishing
 from hybrid_kv.cache.reference.core import Core
 from hybrid_kv.cache.reference.lookup import Hit
 from hybrid_kv.cache.reference.plan import Emission, Row
@@ -93,9 +94,8 @@ def file(core: Core, row: Row, start: int) -> None:
     request, recurrent = row.request, core.rules.geometry.recurrent
     for boundary, blocks in row.emissions:
         for group, block in zip(recurrent, blocks, strict=True):
-            name = core.state_name(request, group, boundary)
-            if start < boundary <= request.computed and name:
-                core.index.add(name, block)
+            if start < boundary <= request.computed:
+                publishing.file_state(core, request, group, boundary, block)
             block.spare = boundary in request.rungs
             block.pool.drop(block)
     for boundary, _ in row.turns:
@@ -111,8 +111,7 @@ def end_turn(core: Core, request: Request) -> None:
     if left:
         boundary = max(left)
         for group, block in zip(core.rules.geometry.recurrent, request.turns.blocks[left[boundary]], strict=True):
-            if name := core.state_name(request, group, boundary):
-                core.index.add(name, block)
+            publishing.file_state(core, request, group, boundary, block)
     for block in request.turns.held():
         block.pool.drop(block)
 
