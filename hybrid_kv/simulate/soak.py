@@ -9,11 +9,12 @@ import collections
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hybrid_kv.cache.reference import Draft, Model, Row, Rules, Step
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
 from hybrid_kv.cache.reference.events import Removed, Stored
+from hybrid_kv.cache.reference.external import Offer
 from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, SystemGeometry, resolve
@@ -81,6 +82,24 @@ def workload(seed: int, requests: int = 25) -> Outcome:
     return _Traffic(seed, requests).run()
 
 
+class _Store:
+    """An external store that has anything at random, and often does not know yet."""
+
+    def __init__(self, rng: random.Random, rules: Rules) -> None:
+        self.rng, self.unit = rng, rules.geometry.hit_unit
+        self.offered: dict[str, Offer] = {}
+
+    def ask(self, name: str, tokens: Sequence[int], local: int) -> Offer | None:
+        """An offer drawn from nothing but chance."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            return None
+        longest = rng.randrange(len(tokens) + 1) if rng.random() < 0.7 else len(tokens)
+        states = tuple(n for n in range(self.unit, longest + 1, self.unit) if rng.random() < 0.5)
+        self.offered[name] = Offer(longest, states, asynchronous=rng.random() < 0.5)
+        return self.offered[name]
+
+
 class _Traffic:
     """Requests that come and go at random; `flying`: steps handed to the device and not committed, oldest first."""
 
@@ -89,8 +108,10 @@ class _Traffic:
         self.rules = draw_rules(self.rng)
         # Drafts of a row; also where no draft layer runs ahead, as with drafts looked up in the text.
         self.drafts = self.rules.slots_ahead or self.rng.choice([0, 0, 0, 3])
-        self.model = Model(self.rules)
+        self.store = _Store(self.rng, self.rules)
+        self.model = Model(self.rules, self.store if self.rng.random() < 0.4 else None)
         self.device = Device(self.model)
+        self.device.has_states = lambda load: load.tokens in self.store.offered[load.request.name].states
         self.flying: deque[Step] = deque()
         self.counts: collections.Counter[str] = collections.Counter()
         self.queue = self._draw_prompts(requests)
@@ -109,9 +130,10 @@ class _Traffic:
     def run(self) -> Outcome:
         """Run to the end, or to the first fault."""
         fault, idle = "", 0
-        while not fault and (self.queue or self.model.requests or self.flying):
+        while not fault and (self.queue or self.model.requests or self.flying or self.model.loads):
             self._arrivals()
             try:
+                self._load()
                 idle = 0 if self._step() or not self.model.requests else idle + 1
             except Unsound as error:
                 fault = f"unsound: {error}"
@@ -161,6 +183,7 @@ class _Traffic:
             self.device.plan(step)
             self.flying.append(step)
             self._propose(row for row in step.rows if row.samples and self.rules.steps_in_flight > 1)
+        self.counts["loads"] += len(step.loads)
         self._abort(0.02)  # while it runs
         done = bool(self.flying) and (len(self.flying) >= self.rules.steps_in_flight or not step.rows)
         if done:
@@ -182,13 +205,26 @@ class _Traffic:
             preempted=len(step.preempted), copies=step.copies, hits=sum(hit.tokens for hit in step.admitted.values())
         )
 
+    def _load(self) -> None:
+        """Loads come through when they like, once they may begin, and not always in good order."""
+        rng, groups = self.rng, len(self.rules.geometry.groups)
+        for load in list(self.model.loads):
+            if load.after in self.flying or rng.random() < 0.5:
+                continue
+            good = [rng.randrange(load.tokens + 1) for _ in range(groups)] if rng.random() < 0.3 else None
+            self.device.load(load, good)
+            self.model.loaded(load, good)
+
     def _complete(self, step: Step) -> None:
+        loading = [load.request.name for load in step.loads if not load.asynchronous]
+        failed = [name for name in loading if self.rng.random() < 0.2]
+        self.counts["failed"] += len(failed)
         answers: dict[str, list[int]] = {}
         ended = []
         for row in step.rows:
             request = row.request
             left = request.prompt + request.answer - len(request.tokens)
-            if self.model.requests.get(request.name) is not request:
+            if self.model.requests.get(request.name) is not request or row.void or request.name in failed:
                 self.counts["wasted"] += 1
                 continue
             if not row.samples:
@@ -200,8 +236,8 @@ class _Traffic:
             if early or len(answers[request.name]) == left:
                 ended.append(request.name)
             self.counts["late"] += row.stale
-        self.device.run(step, answers)
-        self.model.commit(step, answers, ended)
+        self.device.run(step, answers, failed)
+        self.model.commit(step, answers, ended, failed)
         self.device.check(step)
         self._propose(row for row in step.rows if row.samples and self.rules.steps_in_flight == 1)
 

@@ -4,7 +4,18 @@ import collections
 
 import pytest
 
-from hybrid_kv.cache.reference import Draft, Model, Row, Rules, admission, lookup, snapshot, states, windows
+from hybrid_kv.cache.reference import (
+    Draft,
+    Model,
+    Row,
+    Rules,
+    admission,
+    external,
+    lookup,
+    snapshot,
+    states,
+    windows,
+)
 from hybrid_kv.cache.reference.pool import Pool
 from hybrid_kv.cache.reference.request import Request
 from hybrid_kv.errors import UserError
@@ -20,7 +31,7 @@ def test_no_workload_reads_or_files_content_of_another_prefix():
         happened.update(one.counts)
         happened.update(dropping=one.rules.longest_lag, overlapped=one.rules.steps_in_flight > 1)
         happened.update({group.kind.value: 1 for group in one.rules.geometry.groups})
-    assert min(happened.values()) >= 5, happened
+    assert min(count for what, count in happened.items() if what != "CAPPED") >= 5, happened
 
 
 def _keep_names(monkeypatch):
@@ -105,6 +116,51 @@ def _restore_all_but_the_order_of_eviction(monkeypatch):
     monkeypatch.setattr(snapshot, "_CONSTANT", (*snapshot._CONSTANT, "named"))
 
 
+def _load_before_the_steps_in_flight_have_run(monkeypatch):
+    real = external.begin
+
+    def begin(*arguments):
+        load = real(*arguments)
+        load.after = None
+        return load
+
+    monkeypatch.setattr(external, "begin", begin)
+
+
+def _free_a_load_with_its_request(monkeypatch):
+    real = Model._leave
+
+    def leave(self, name):
+        load = self.requests[name].load
+        real(self, name)
+        if load:
+            load.drop()
+            load.drop = lambda: None
+
+    monkeypatch.setattr(Model, "_leave", leave)
+
+
+def _resume_where_the_store_has_no_state(monkeypatch):
+    monkeypatch.setattr(
+        external,
+        "usable",
+        lambda core, request, offer: (
+            min(offer.tokens, core.rules.longest_hit(len(request.tokens)))
+            // core.rules.geometry.hit_unit
+            * core.rules.geometry.hit_unit
+        ),
+    )
+
+
+def _name_what_has_not_arrived(monkeypatch):
+    real = external.file
+    monkeypatch.setattr(external, "file", lambda core, load, good: real(core, load, [load.tokens] * len(good)))
+
+
+def _take_rows_on_a_failed_load_for_rows(monkeypatch):
+    monkeypatch.setattr(Row, "void", property(lambda self: False, lambda self, value: None))
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -112,6 +168,9 @@ def _restore_all_but_the_order_of_eviction(monkeypatch):
         _file_the_state_a_row_in_flight_writes_over, _file_what_is_in_flight, _admit_before_late_tokens_are_in,
         _take_a_stale_row_for_a_row, _share_what_lost_its_holders, _keep_refused_drafts,
         _leave_windows_before_the_commit, _restore_all_but_the_order_of_eviction,
+        _load_before_the_steps_in_flight_have_run, _free_a_load_with_its_request,
+        _resume_where_the_store_has_no_state, _name_what_has_not_arrived,
+        _take_rows_on_a_failed_load_for_rows,
     ],
     ids=lambda fault: fault.__name__.strip("_"),
 )  # fmt: skip

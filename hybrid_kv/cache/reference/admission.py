@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference import states, why
 from hybrid_kv.cache.reference.core import Core
+from hybrid_kv.cache.reference.external import Load
 from hybrid_kv.cache.reference.lookup import Find, Hit, lookup, window_units
 from hybrid_kv.cache.reference.pool import Block
 from hybrid_kv.cache.reference.request import Request
@@ -33,6 +34,8 @@ def find_hit(core: Core, request: Request) -> tuple[Hit | None, Find]:
 
 
 def _explained(core: Core, request: Request, hit: Hit) -> Hit:
+    if request.refused and hit.tokens < core.rules.longest_hit(len(request.tokens)):
+        return hit._replace(reason=Reason.STORE_FAILURE)
     return hit._replace(reason=why.reason(core, request.chain, request.tokens, request.salt, hit))
 
 
@@ -71,9 +74,25 @@ def adopt(core: Core, request: Request, hit: Hit, adopted: Sequence[dict[int, Bl
             request.copy[group] = (table[column], column)
             table[column] = core.pool(group).take()
         request.tables[group] = table
-    request.computed = request.planned = request.hit = hit.tokens
     # A block that was copied into holds the units before the hit as well.
     groups = core.rules.geometry.groups
     first = min((hit.tokens // groups[g].block * groups[g].block for g in core.row_groups), default=hit.tokens)
-    request.published = [first // core.rules.unit] * len(groups)
+    _start(core, request, hit, [first] * len(groups))
+
+
+def adopt_load(core: Core, request: Request, hit: Hit, load: Load) -> None:
+    """Begin with what a load of this step brings, and the blocks in front of it."""
+    for group, geometry in enumerate(core.rules.geometry.groups):
+        table = load.kept[group] | load.tables[group]
+        if geometry.kind is GroupKind.RECURRENT:
+            request.state_read[group] = table.pop(0)
+        request.tables[group] = table
+    request.unproven = load
+    _start(core, request, hit, load.first)
+
+
+def _start(core: Core, request: Request, hit: Hit, first: Sequence[int]) -> None:
+    """first: per group, the token from which on its blocks hold what has to be filed."""
+    request.computed = request.planned = request.hit = hit.tokens
+    request.published = [-(-token // core.rules.unit) for token in first]
     states.points(core, request, hit)

@@ -11,8 +11,9 @@ whatever the plan counted on.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from hybrid_kv.cache.reference.external import Load
 from hybrid_kv.cache.reference.lookup import window_units
 from hybrid_kv.cache.reference.model import Model
 from hybrid_kv.cache.reference.plan import Row, Step
@@ -31,12 +32,14 @@ class Unsound(AssertionError):
 
 @dataclasses.dataclass
 class _Taken:
-    """A row with the tables it was planned with; start, end: as they turn out, end without refused drafts."""
+    """A row with the tables it was planned with; start, end: as they turn out, end without refused drafts; ruined:
+    a load it rests on has failed."""
 
     row: Row
     tables: list[dict[int, Block]]
     start: int = 0
     end: int = 0
+    ruined: bool = False
 
 
 class Device:
@@ -53,6 +56,8 @@ class Device:
         # Per request: the epoch it is in, and the tokens computed in it.
         self._done: dict[Request, tuple[int, int]] = {}
         self._planned: dict[Step, list[_Taken]] = {}
+        # Whether the store had the states that a load asks for.
+        self.has_states: Callable[[Load], bool] = lambda load: True
         # For every prefix number of the model its length and the tags of a request that has it, to check names with.
         self._meaning: dict[int, tuple[int, list[int]]] = {}
 
@@ -62,10 +67,15 @@ class Device:
         for row in step.rows:
             self._tokens.setdefault(row.request, list(row.request.tokens[: row.request.prompt]))
 
-    def run(self, step: Step, answers: Mapping[str, Sequence[int]]) -> None:
-        """Copy, write, read, save; answers: tokens that the rows of living requests give."""
+    def run(self, step: Step, answers: Mapping[str, Sequence[int]], failed: Sequence[str] = ()) -> None:
+        """Load, copy, write, read, save; answers: tokens that the rows of living requests give; failed: requests whose
+        load in this step brings nothing."""
         taken = self._planned.pop(step)
+        for load in step.loads:
+            if not load.asynchronous:
+                self.load(load, [0] * len(load.tables) if load.request.name in failed else None)
         for one in taken:
+            one.ruined = one.row.void or (self._lives(one.row) and one.row.request.name in failed)
             self._place(one, answers)
         for one in taken:
             self._read_states(one)
@@ -82,10 +92,26 @@ class Device:
     def check(self, step: Step) -> None:
         """Look at every name, the requests of this step having filed theirs."""
         for row in step.rows:
-            tags = self._tags_of(row.request)
-            for unit, number in enumerate(row.request.chain, 1):
-                self._meaning.setdefault(number, (unit * self.model.rules.unit, tags))
+            self._learn(row.request)
         self._look_at_names()
+
+    def load(self, load: Load, good: Sequence[int] | None = None) -> None:
+        """Write what a load brings; good: per group, tokens that arrive in good order."""
+        if load.after in self._planned:
+            raise Unsound(f"{load.request.name}: a load begins before a step that may write to its blocks")
+        self._tokens.setdefault(load.request, list(load.request.tokens))
+        self._learn(load.request)
+        for group, geometry in enumerate(self.model.rules.geometry.groups):
+            sound = load.tokens if good is None else good[group]
+            if geometry.kind is GroupKind.RECURRENT:
+                whole = sound >= load.tokens and self.has_states(load)
+                tag = self._tag(load.request, load.tokens) if whole else WASTE
+                self.states[load.tables[group][0]] = tag
+                continue
+            for position in range(load.first[group], load.tokens):
+                tag = self._tag(load.request, position + 1 + self._ahead(group)) if position < sound else WASTE
+                block = load.tables[group][position // geometry.block]
+                self.rows.setdefault(block, {})[position % geometry.block] = tag
 
     # Running
 
@@ -96,8 +122,14 @@ class Device:
             tags.append(self._tree.child(tags[-1], token))
         return tags
 
-    def _lives(self, request: Request) -> bool:
-        return self.model.requests.get(request.name) is request
+    def _learn(self, request: Request) -> None:
+        """Note what the prefix numbers of a request stand for."""
+        tags = self._tags_of(request)
+        for unit, number in enumerate(request.chain, 1):
+            self._meaning.setdefault(number, (unit * self.model.rules.unit, tags))
+
+    def _lives(self, row: Row) -> bool:
+        return self.model.requests.get(row.request.name) is row.request
 
     def _place(self, taken: _Taken, answers: Mapping[str, Sequence[int]]) -> None:
         """Where the row begins and how far it stands, now that the steps before it have run."""
@@ -105,7 +137,7 @@ class Device:
         epoch, done = self._done.get(request, (-1, 0))
         taken.start = done if epoch == row.epoch else row.start
         taken.end = taken.start + row.length
-        if self._lives(request):
+        if self._lives(row) and not taken.ruined:
             if not row.start - row.slack <= taken.start <= row.start:
                 raise Unsound(f"{request.name}: a row planned at {row.start} begins at {taken.start}")
             sampled = list(answers.get(request.name, ()))
@@ -124,7 +156,8 @@ class Device:
         request = taken.row.request
         for group in self.model.rules.geometry.recurrent:
             block = taken.row.reads[group] or taken.tables[group][0]
-            if taken.start and self._lives(request) and self.states.get(block) != self._tag(request, taken.start):
+            read = taken.start and self._lives(taken.row) and not taken.ruined
+            if read and self.states.get(block) != self._tag(request, taken.start):
                 raise Unsound(f"{request.name}: state of group {group} at {taken.start} is another one")
 
     def _one_writer(self, taken: Sequence[_Taken]) -> None:
@@ -152,19 +185,20 @@ class Device:
         request = taken.row.request
         for group, geometry in enumerate(self.model.rules.geometry.groups):
             if geometry.kind is GroupKind.RECURRENT:
-                self.states[taken.tables[group][0]] = self._tag(request, taken.end)
+                self.states[taken.tables[group][0]] = WASTE if taken.ruined else self._tag(request, taken.end)
                 continue
             ahead = self._ahead(group)
             for position in range(taken.start, taken.start + taken.row.length):
                 block = taken.tables[group].get(position // geometry.block)
                 if block is not None:
-                    tag = self._tag(request, position + 1 + ahead) if position < taken.end else WASTE
+                    stands = position < taken.end and not taken.ruined
+                    tag = self._tag(request, position + 1 + ahead) if stands else WASTE
                     self.rows.setdefault(block, {})[position % geometry.block] = tag
 
     def _read_rows(self, taken: _Taken) -> None:
         """Every row before the first one of this step, as far as the windows go."""
         request = taken.row.request
-        if not self._lives(request):
+        if not self._lives(taken.row) or taken.ruined:
             return
         for group in self.model.row_groups:
             geometry = self.model.rules.geometry.groups[group]
@@ -179,7 +213,7 @@ class Device:
         for boundary, blocks in [*taken.row.emissions, *taken.row.turns]:
             if taken.start < boundary <= taken.end:
                 for block in blocks:
-                    self.states[block] = self._tag(taken.row.request, boundary)
+                    self.states[block] = WASTE if taken.ruined else self._tag(taken.row.request, boundary)
 
     def _look_at_names(self) -> None:
         unit = self.model.rules.unit
@@ -207,6 +241,7 @@ def broken(model: Model) -> list[str]:
     held += [
         block for step in model.flying for row in step.rows for emission in row.emissions for block in emission.blocks
     ]
+    held += [block for load in model.loads for block in load.held()]
     for block in held:
         holders[block] = holders.get(block, 0) + 1
     for number, pool in enumerate(model.pools):

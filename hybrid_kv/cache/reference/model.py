@@ -26,9 +26,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.reference import admission, publishing, room, states, why, windows
+from hybrid_kv.cache.reference import admission, external, publishing, room, states, why, windows
 from hybrid_kv.cache.reference.core import Core
 from hybrid_kv.cache.reference.events import Event
+from hybrid_kv.cache.reference.external import External, Load
 from hybrid_kv.cache.reference.lookup import Hit, lookup
 from hybrid_kv.cache.reference.plan import Row, Step
 from hybrid_kv.cache.reference.pool import Block
@@ -63,10 +64,14 @@ def _noted(transition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Model(Core):
-    """See the module. Requests are named by the caller; `requests` holds those that live."""
+    """See the module. Requests are named by the caller; `requests` holds those that live. external: a store that may
+    hold more than the pools, see `external`."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, external: External | None = None) -> None:
         super().__init__(rules)
+        self.external = external
+        # Loads that run beside the steps; their blocks are theirs until they are through.
+        self.loads: list[Load] = []
         self.requests: dict[str, Request] = {}
         self.waiting: list[str] = []
         self.running: list[str] = []
@@ -160,8 +165,16 @@ class Model(Core):
             transition()
 
     @_noted
-    def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> None:
+    def commit(
+        self,
+        step: Step,
+        answers: Mapping[str, Sequence[int]],
+        ended: Sequence[str] = (),
+        failed: Sequence[str] = (),
+    ) -> None:
         """What the device did: tokens sampled by each row (after 0 or more accepted drafts), and who is through.
+
+        failed: requests whose load in this step brought nothing they could read; they start again without it.
 
         ended: requests that leave after their tokens were taken. Rows of requests that left meanwhile count for
         nothing, those of preempted ones for their tokens. Steps are committed in the order they were planned; one
@@ -173,14 +186,18 @@ class Model(Core):
             raise UserError(
                 "step", "one that is not the oldest in flight", "commit steps in the order they were planned"
             )
-        self._check_answers(step, answers)
+        self._check_failed(step, failed)
+        self._check_answers(step, answers, failed)
         if self.undo and self.undo.step is step:
             self.undo = None
         self.flying.popleft()
         ran = set()
         for row in step.rows:
             row.request.rows.remove(row)
-            if self.requests.get(row.request.name) is row.request:
+            lives = self.requests.get(row.request.name) is row.request
+            if lives and row.request.name in failed:
+                self._fail(row.request)
+            if lives and not row.void and row.request.name not in failed:
                 ran.add(row.request)
                 self._take_answer(row, list(answers.get(row.request.name, ())))
             else:
@@ -188,6 +205,28 @@ class Model(Core):
         for name in ended:
             if self.requests.get(name) in ran:
                 self._leave(name)
+
+    @_noted
+    def loaded(self, load: Load, good: Sequence[int] | None = None) -> None:
+        """An asynchronous load is through, and nothing writes to its blocks any more: also when it was given up.
+
+        good: tokens of every group that arrived in good order, counted from the first token on; None for all. What is
+        good is named and found at the next admission of anybody; its request is tried first, and is not asked for again
+        if anything failed.
+        """
+        if load not in self.loads:
+            raise UserError("load", load.request.name, "report a load that is under way, once")
+        groups = len(self.rules.geometry.groups)
+        if good is not None and (len(good) != groups or min(good) < 0):
+            raise UserError("good", good, f"give the good tokens of each of {groups} groups")
+        self.loads.remove(load)
+        external.file(self, load, [load.tokens] * groups if good is None else good)
+        request = load.request
+        if self.requests.get(request.name) is not request or request.load is not load:
+            load.drop()
+            return
+        request.load, request.pins, request.asked = None, load, True
+        request.refused = good is not None and min(good) < load.tokens
 
     @_noted
     def finish(self, name: str) -> None:
@@ -246,11 +285,13 @@ class Model(Core):
         return self.rules.token_budget - step.tokens
 
     def _queue(self) -> list[str]:
-        """Waiting requests in the order they are tried: by priority, else those that were preempted first."""
+        """Waiting requests in the order they are tried: those whose content was fetched, then by priority, else those
+        that were preempted first."""
 
-        def rank(name: str) -> tuple[int, int]:
+        def rank(name: str) -> tuple[int, int, int]:
             request = self.requests[name]
-            return request.priority if self.rules.priority else not request.epoch, request.order
+            urgent = request.priority if self.rules.priority else not request.epoch
+            return request.pins is None, urgent, request.order
 
         return sorted(self.waiting, key=rank)
 
@@ -279,30 +320,80 @@ class Model(Core):
     def _admit(self, step: Step, request: Request) -> bool:
         """A first chunk for a waiting request, if it can have one now; False if nobody after it may start either, since
         it does not fit."""
-        if request.awaits_tokens:
+        if request.awaits_tokens or request.load:
             return True
         hit, find = admission.find_hit(self, request)
         if hit is None:
             return True
+        if (fetched := self._fetch(step, request, hit)) is not None:
+            return fetched
         adopted = admission.served(self, request, hit.tokens, find)
         if not self._fits_with(request, adopted, hit.tokens):
             if self.running:
                 return False
+            self._unpin_fetched()
             # Alone, and it still lacks blocks: those of the hit and of its copy. Without the hit it fits, see `arrive`.
             hit = hit._replace(tokens=0, reason=Reason.CAPPED if hit.tokens else hit.reason)
             adopted = [{} for _ in adopted]
             if not self._fits_with(request, adopted, 0):
                 return False  # steps in flight hold the rest
         admission.adopt(self, request, hit, adopted)
+        self._start(step, request, hit)
+        return True
+
+    def _start(self, step: Step, request: Request, hit: Hit) -> None:
+        """From the queue to those that run, with a first row."""
         self.waiting.remove(request.name)
         self.running.append(request.name)
         request.running = True
         step.admitted[request.name] = hit
         self.statistics.admitted(len(request.tokens), hit, resumed=request.epoch > 0)
+        load = request.unproven or request.pins
+        if load:
+            self.statistics.external += max(min(hit.tokens, load.tokens) - (load.tokens - load.gained), 0)
+        self._unpin_load(request)
         publishing.report_hit(self, request)
         length = min(len(request.tokens) - hit.tokens, self._first_chunk(step))
         self._row(step, request, length, 0)
+
+    def _fetch(self, step: Step, request: Request, hit: Hit) -> bool | None:
+        """Have content fetched that reaches beyond the local hit. None: there is none, go on with the hit; True: the
+        request is served, or waits without holding up others; False: nobody after it may start either."""
+        if self.external is None or request.asked or request.refused or not (self.rules.caching and request.read_cache):
+            return None
+        offer = self.external.ask(request.name, tuple(request.tokens), hit.tokens)
+        if offer is None:
+            return True
+        tokens = external.usable(self, request, offer)
+        if tokens <= hit.tokens:
+            return None
+        wanted = external.want(self, request, tokens)
+        count = external.need(self, request, wanted, len(request.tokens))
+        if offer.asynchronous:
+            held = external.reserved(self, list(self.requests.values()))
+            count = [blocks + others for blocks, others in zip(count, held, strict=True)]
+        if not self.fits(count):
+            return False if self.running or self.loads else None
+        load = external.begin(self, request, wanted, offer.asynchronous, tokens - hit.tokens)
+        step.loads.append(load)
+        if offer.asynchronous:
+            request.load = load
+            self.loads.append(load)
+        else:
+            hit = Hit(tokens, max(tokens, hit.depth), Reason.NONE)
+            admission.adopt_load(self, request, hit, load)
+            self._start(step, request, hit)
         return True
+
+    def _unpin_load(self, request: Request) -> None:
+        if request.pins:
+            request.pins.drop()
+            request.pins = None
+
+    def _unpin_fetched(self) -> None:
+        """When nothing runs and nothing fits, what was fetched for others is kept no longer than the cache can."""
+        for name in self.waiting:
+            self._unpin_load(self.requests[name])
 
     def _fits_with(self, request: Request, adopted: Sequence[dict[int, Block]], hit: int) -> bool:
         """Whether a waiting request finds blocks, those that serve its hit included, and leaves what must stay free."""
@@ -344,7 +435,6 @@ class Model(Core):
         request.epoch += 1
         self.running.remove(request.name)
         self.waiting.append(request.name)
-        step.admitted.pop(request.name, None)
         step.preempted.append(request.name)
         self.statistics.preemptions += 1
 
@@ -368,10 +458,16 @@ class Model(Core):
 
     # Settling
 
-    def _check_answers(self, step: Step, answers: Mapping[str, Sequence[int]]) -> None:
+    def _check_failed(self, step: Step, failed: Sequence[str]) -> None:
+        loading = {load.request.name for load in step.loads if not load.asynchronous}
+        for name in failed:
+            if name not in loading:
+                raise UserError("failed", name, "name requests that this step loads something for")
+
+    def _check_answers(self, step: Step, answers: Mapping[str, Sequence[int]], failed: Sequence[str]) -> None:
         for row in step.rows:
             name = row.request.name
-            if self.requests.get(name) is row.request:
+            if self.requests.get(name) is row.request and not row.void and name not in failed:
                 given, least = len(answers.get(name, ())), int(row.samples)
                 if not least <= given <= row.promised:
                     raise UserError(f"answers[{name}]", given, f"this row gives {least} to {row.promised} tokens")
@@ -388,10 +484,32 @@ class Model(Core):
         request.planned -= row.length - (request.computed - start)
         request.promised -= row.promised
         self.hash(request)
+        if request.unproven:
+            self._prove(request)
         self._unpin(request)
         states.file(self, row, start)
         publishing.publish(self, request)
         windows.leave(self, request)
+
+    def _prove(self, request: Request) -> None:
+        """The step has run on what it loaded: its states may be found, like its rows."""
+        for group in self.rules.geometry.recurrent:
+            if (state := request.state_read[group]) is not None:
+                publishing.file_state(self, request, group, request.hit, state)
+        request.unproven = None
+
+    def _fail(self, request: Request) -> None:
+        """Nothing that was computed on a failed load counts: the request waits again, and the store is not asked."""
+        for row in request.rows:
+            row.void = True
+        self._release(request)
+        self._clear(request)
+        request.epoch += 1
+        request.refused = True
+        if request.running:
+            request.running = False
+            self.running.remove(request.name)
+            self.waiting.append(request.name)
 
     def _unpin(self, request: Request) -> None:
         """Let go of what the first row of an admission read."""
@@ -407,6 +525,7 @@ class Model(Core):
         """Give everything back: the turn's end is filed, tails of tables are dropped before heads."""
         states.refresh(self, request)
         self._unpin(request)
+        self._unpin_load(request)
         states.end_turn(self, request)
         for group, geometry in enumerate(self.rules.geometry.groups):
             table = request.tables[group]
@@ -423,3 +542,4 @@ class Model(Core):
         request.published = [0] * count
         request.turns = Ring(self.rules.turn_slots)
         request.computed = request.planned = request.promised = request.drafts = 0
+        request.unproven, request.asked = None, False

@@ -9,6 +9,7 @@ from hybrid_kv.cache.reference.lookup import Hit
 from hybrid_kv.cache.reference.pool import Block, Name
 
 if TYPE_CHECKING:
+    from hybrid_kv.cache.reference.external import Load
     from hybrid_kv.cache.reference.request import Request
 
 
@@ -25,10 +26,10 @@ class Row:
 
     start, length: in tokens, drafts included; the start takes every draft in flight for accepted, so the true one may
     be up to `slack` tokens earlier. drafts: of those. samples: whether the row reaches the last token there will be, so
-    that it gives one, and one for every accepted draft. epoch: see `Request`. reads: per group the state it starts
-    from, None for the running one. copies: (source, target), made before anything of the step is written. emissions:
-    states worth a name of their own. turns: states at boundaries of the answer, each written over the one of some
-    boundaries ago.
+    that it gives one, and one for every accepted draft. epoch: see `Request`. void: a load it was to read has failed,
+    so that nothing of it counts. reads: per group the state it starts from, None for the running one. copies: (source,
+    target), made before anything of the step is written. emissions: states worth a name of their own. turns: states at
+    boundaries of the answer, each written over the one of some boundaries ago.
     """
 
     request: Request
@@ -38,6 +39,7 @@ class Row:
     samples: bool
     slack: int = 0
     epoch: int = 0
+    void: bool = False
     reads: list[Block | None] = dataclasses.field(default_factory=list)
     copies: list[tuple[Block, Block]] = dataclasses.field(default_factory=list)
     emissions: list[Emission] = dataclasses.field(default_factory=list)
@@ -71,12 +73,13 @@ class Row:
 
 @dataclasses.dataclass(eq=False)
 class Step:
-    """rows: in scheduling order. admitted: request -> its hit. preempted: their names.
-    pending: content that exists once the step has run."""
+    """rows: in scheduling order. admitted: request -> its hit. preempted: their names. loads: content to be fetched;
+    one that is not asynchronous is done before the rows. pending: content that exists once the step has run."""
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     admitted: dict[str, Hit] = dataclasses.field(default_factory=dict)
     preempted: list[str] = dataclasses.field(default_factory=list)
+    loads: list[Load] = dataclasses.field(default_factory=list)
     pending: dict[Name, Block] = dataclasses.field(default_factory=dict)
 
     @property

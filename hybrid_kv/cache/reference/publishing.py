@@ -13,9 +13,9 @@ from hybrid_kv.cache.reference.request import Request
 
 def announce(core: Core, step: Step, row: Row) -> None:
     """Content that exists once this step has run, for requests admitted before it is committed."""
-    if not core.rules.caching:
-        return
     request = row.request
+    if not core.rules.caching or request.unproven:
+        return
     for group in core.row_groups:
         stop = core.nameable(request, group, row.end - row.drafts)
         for name, block in core.parts(request, group, row.start // core.rules.unit, stop):
@@ -34,10 +34,15 @@ def publish(core: Core, request: Request) -> None:
     for group in core.row_groups:
         done = core.nameable(request, group, request.computed)
         first = request.published[group]
-        for columns in _by_block(core, request, group, range(first, done)):
-            fresh = [unit for unit, name, block in columns if core.index.add(name, block)]
-            tell(core, request, group, fresh)
+        file_units(core, request, group, range(first, done), request.tables[group])
         request.published[group] = max(done, first)
+
+
+def file_units(core: Core, request: Request, group: int, units: range, table: dict[int, Block]) -> None:
+    """File units of a request that blocks of a table hold, those the table still has."""
+    for parts in _by_block(core, request, group, units, table):
+        fresh = [unit for unit, name, block in parts if core.index.add(name, block)]
+        tell(core, request, group, fresh)
 
 
 def file_state(core: Core, request: Request, group: int, boundary: int, block: Block) -> None:
@@ -54,8 +59,8 @@ def report_hit(core: Core, request: Request) -> None:
         return
     units = range(request.hit // core.rules.unit)
     for group in core.row_groups:
-        for columns in _by_block(core, request, group, units):
-            tell(core, request, group, [unit for unit, _, _ in columns])
+        for parts in _by_block(core, request, group, units, request.tables[group]):
+            tell(core, request, group, [unit for unit, _, _ in parts])
     for group in core.rules.geometry.recurrent:
         tell(core, request, group, list(units[-1:]))
 
@@ -71,11 +76,13 @@ def tell(core: Core, request: Request, group: int, units: Sequence[int]) -> None
     core.index.tell(Stored(group, keys, first * unit, (units[-1] + 1) * unit, parent, block))
 
 
-def _by_block(core: Core, request: Request, group: int, units: range) -> list[list[tuple[int, Name, Block]]]:
-    """The units that the request holds as (unit, name, block), those of a block together."""
+def _by_block(
+    core: Core, request: Request, group: int, units: range, table: dict[int, Block]
+) -> list[list[tuple[int, Name, Block]]]:
+    """The units that a table holds as (unit, name, block), those of a block together."""
     per_block = core.rules.geometry.groups[group].block // core.rules.unit
     columns: dict[int, list[tuple[int, Name, Block]]] = {}
     for unit in units:
-        if (block := request.tables[group].get(unit // per_block)) is not None:
+        if (block := table.get(unit // per_block)) is not None:
             columns.setdefault(unit // per_block, []).append((unit, core.name(request, group, unit), block))
     return list(columns.values())

@@ -10,6 +10,7 @@ from hybrid_kv.cache.reference.pool import Block
 from hybrid_kv.cache.reference.turns import Ring
 
 if TYPE_CHECKING:
+    from hybrid_kv.cache.reference.external import Load
     from hybrid_kv.cache.reference.plan import Row
 
 
@@ -25,7 +26,9 @@ class Request:
     group's next chunk starts from, pinned. copy: per group (source, column) of a copy that the next chunk begins
     with, the source pinned. turns: states at the last boundaries of the answer. points: boundaries that should keep
     what resuming there needs; rungs: those of them that only a ladder asks for; shared: those where another request
-    is known to have left this prefix.
+    is known to have left this prefix. load: content on its way from an external store. pins: the load that has brought
+    what the next admission will find. unproven: a load of the step in flight that it was admitted with. asked: the
+    store has nothing more for this admission; refused: a load failed, and the store is not asked again.
     """
 
     name: str
@@ -53,6 +56,11 @@ class Request:
     points: set[int] = dataclasses.field(default_factory=set)
     rungs: set[int] = dataclasses.field(default_factory=set)
     shared: set[int] = dataclasses.field(default_factory=set)
+    load: Load | None = None
+    pins: Load | None = None
+    unproven: Load | None = None
+    asked: bool = False
+    refused: bool = False
 
     @property
     def known(self) -> int:
@@ -74,4 +82,5 @@ class Request:
         blocks = [block for table in self.tables for block in table.values()]
         blocks += [block for block in self.state_read if block]
         blocks += [pair[0] for pair in self.copy if pair]
+        blocks += self.pins.held() if self.pins else []
         return blocks + self.turns.held()

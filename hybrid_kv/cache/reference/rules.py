@@ -120,6 +120,11 @@ class Rules:
     def longest_lag(self) -> int:
         return max(self.lag(group) for group in range(len(self.geometry.groups)))
 
+    def longest_hit(self, known: int) -> int:
+        """The most tokens that may be served of so many known ones: not the last, nor what a name has to prove."""
+        units = min((known - 1) // self.unit, (known - self.lookahead) // self.unit - self.longest_lag)
+        return max(units * self.unit // self.geometry.hit_unit * self.geometry.hit_unit, 0)
+
     @property
     def turn_slots(self) -> int:
         """Slots of a ring of turn-end states, see `turns`."""

@@ -12,8 +12,8 @@ from hybrid_kv.cache.reference.lookup import Hit
 @dataclasses.dataclass
 class Statistics:
     """queries, hits: prompt tokens at first admissions, and those served from the cache; resume_queries, resume_hits:
-    known tokens and served ones at admissions after a preemption. states: states saved under a name. reasons: of all
-    admissions."""
+    known tokens and served ones at admissions after a preemption. external: of the hits, tokens an external store
+    brought. states: states saved under a name. reasons: of all admissions."""
 
     admissions: int = 0
     queries: int = 0
@@ -21,6 +21,7 @@ class Statistics:
     resumes: int = 0
     resume_queries: int = 0
     resume_hits: int = 0
+    external: int = 0
     preemptions: int = 0
     states: int = 0
     reasons: collections.Counter[Reason] = dataclasses.field(default_factory=collections.Counter)

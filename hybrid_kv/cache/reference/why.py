@@ -13,10 +13,7 @@ from hybrid_kv.geometry import GroupKind
 
 def reason(core: Core, chain: Sequence[int], tokens: Sequence[int], salt: Hashable, hit: Hit) -> Reason:
     """Of a lookup that may read the cache. chain: prefixes of the units of `tokens`, as far as they are known."""
-    rules, known = core.rules, len(tokens)
-    step = rules.geometry.hit_unit
-    units = min((known - 1) // rules.unit, (known - rules.lookahead) // rules.unit - rules.longest_lag)
-    most = max(units * rules.unit // step * step, 0)
+    step, most = core.rules.geometry.hit_unit, core.rules.longest_hit(len(tokens))
     if hit.tokens >= most:
         return Reason.NONE if most else Reason.GRANULARITY
     boundary = min(hit.depth, most) // step * step
