@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from hybrid_kv.cache.checkpoints import SEVERAL, EmissionCapability
 from hybrid_kv.cache.reference import Draft, Model, Row, Rules, Step
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
 from hybrid_kv.cache.reference.events import Removed, Stored
@@ -55,6 +56,7 @@ def draw_rules(rng: random.Random) -> Rules:
         slots_ahead=drafts if draft is not Draft.NONE else 0, turn_end=rng.random() < 0.7,
         ladder=rng.choice([(), (4 * unit,)]), priority=rng.random() < 0.2, steps_in_flight=rng.choice([1, 2, 2, 3]),
         max_active=rng.choice([None, None, 3]), chunk_adaptive=rng.random() < 0.3, admit_whole=rng.random() < 0.7,
+        emission=rng.choice([SEVERAL, SEVERAL, EmissionCapability(1, unit, False), EmissionCapability(0, 1, True)]),
         events=rng.random() < 0.3, prefill_interval=rng.choice([1, 1, 1, 3]), watermark=rng.choice([0.0, 0.0, 0.1]),
     )  # fmt: skip
 

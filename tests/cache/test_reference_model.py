@@ -161,6 +161,10 @@ def _take_rows_on_a_failed_load_for_rows(monkeypatch):
     monkeypatch.setattr(Row, "void", property(lambda self: False, lambda self, value: None))
 
 
+def _file_a_state_that_drafts_have_passed(monkeypatch):
+    monkeypatch.setattr(states, "saved", lambda rules, row, start, end, boundary: start < boundary <= end)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -170,7 +174,7 @@ def _take_rows_on_a_failed_load_for_rows(monkeypatch):
         _leave_windows_before_the_commit, _restore_all_but_the_order_of_eviction,
         _load_before_the_steps_in_flight_have_run, _free_a_load_with_its_request,
         _resume_where_the_store_has_no_state, _name_what_has_not_arrived,
-        _take_rows_on_a_failed_load_for_rows,
+        _take_rows_on_a_failed_load_for_rows, _file_a_state_that_drafts_have_passed,
     ],
     ids=lambda fault: fault.__name__.strip("_"),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from hybrid_kv.cache.reference.external import Load
 from hybrid_kv.cache.reference.lookup import window_units
 from hybrid_kv.cache.reference.model import Model
 from hybrid_kv.cache.reference.plan import Row, Step
-from hybrid_kv.cache.reference.pool import Block
+from hybrid_kv.cache.reference.pool import Block, Name
 from hybrid_kv.cache.reference.prefixes import Prefixes
 from hybrid_kv.cache.reference.request import Request
 from hybrid_kv.cache.reference.rules import Draft
@@ -112,6 +112,10 @@ class Device:
                 tag = self._tag(load.request, position + 1 + self._ahead(group)) if position < sound else WASTE
                 block = load.tables[group][position // geometry.block]
                 self.rows.setdefault(block, {})[position % geometry.block] = tag
+
+    def length_of(self, name: Name) -> int:
+        """Tokens of the prefix that a name stands for."""
+        return self._meaning[name[1]][0]
 
     # Running
 
@@ -210,8 +214,15 @@ class Device:
                     raise Unsound(f"{request.name}: row {position} of group {group} is another one")
 
     def _save(self, taken: _Taken) -> None:
-        for boundary, blocks in [*taken.row.emissions, *taken.row.turns]:
-            if taken.start < boundary <= taken.end:
+        rules, row = self.model.rules, taken.row
+        inside = [boundary for boundary, _ in [*row.emissions, *row.turns] if row.fixed and boundary != row.end]
+        if len(inside) > rules.emission.max_per_chunk:
+            raise Unsound(f"{row.request.name}: {len(inside)} states inside a chunk")
+        for boundary in inside:
+            if not rules.can_save(taken.start, taken.end, boundary):
+                raise Unsound(f"{row.request.name}: no state can be saved at {boundary} of {row.start} to {row.end}")
+        for boundary, blocks in [*row.emissions, *row.turns]:
+            if taken.start < boundary <= taken.end and (row.fixed or rules.saves_anywhere or boundary == taken.end):
                 for block in blocks:
                     self.states[block] = WASTE if taken.ruined else self._tag(taken.row.request, boundary)
 

@@ -308,6 +308,7 @@ class Model(Core):
         length = min(known - request.planned + drafts, self._budget(step), most - request.planned)
         if not drafts:
             length = min(length, self.rules.longest_chunk(len(self.requests)))
+            length = states.cut(self, request, request.planned + length) - request.planned
         if length < 1:
             return
         while not self.fits(room.need(self, request, request.planned + length)):
@@ -353,8 +354,8 @@ class Model(Core):
             self.statistics.external += max(min(hit.tokens, load.tokens) - (load.tokens - load.gained), 0)
         self._unpin_load(request)
         publishing.report_hit(self, request)
-        length = min(len(request.tokens) - hit.tokens, self._first_chunk(step))
-        self._row(step, request, length, 0)
+        end = hit.tokens + min(len(request.tokens) - hit.tokens, self._first_chunk(step))
+        self._row(step, request, states.cut(self, request, end) - hit.tokens, 0)
 
     def _fetch(self, step: Step, request: Request, hit: Hit) -> bool | None:
         """Have content fetched that reaches beyond the local hit. None: there is none, go on with the hit; True: the

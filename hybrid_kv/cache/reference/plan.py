@@ -51,6 +51,11 @@ class Row:
         return self.start + self.length
 
     @property
+    def fixed(self) -> bool:
+        """Whether it is known when planned which tokens the row computes."""
+        return not (self.drafts or self.slack)
+
+    @property
     def promised(self) -> int:
         """Tokens the row gives if every draft is accepted."""
         return 1 + self.drafts if self.samples else 0

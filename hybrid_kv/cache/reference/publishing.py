@@ -23,7 +23,7 @@ def announce(core: Core, step: Step, row: Row) -> None:
     for boundary, blocks in row.emissions:
         for group, block in zip(core.rules.geometry.recurrent, blocks, strict=True):
             state = core.state_name(request, group, boundary)
-            if state and not (row.drafts or row.slack):
+            if state and row.fixed:
                 step.pending.setdefault(state, block)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from hybrid_kv.cache.checkpoints import SEVERAL, EmissionCapability, checkpoint_valid
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupKind, SystemGeometry
 
@@ -39,7 +40,8 @@ class Rules:
     requests live. prefill_interval: steps from one with a prefill to the next, while others decode. watermark: share of
     a pool that an admission leaves free while others run. admit_whole: admit a request when all its known tokens find
     blocks, not just its first chunk. events: keep a record of what is filed and lost, see `Model.drain_events`;
-    event_hits: report the blocks that a hit is served from as well.
+    event_hits: report the blocks that a hit is served from as well. emission: states that the back end can save inside
+    a chunk; the one at its end it always can.
     """
 
     geometry: SystemGeometry
@@ -67,6 +69,7 @@ class Rules:
     admit_whole: bool = True
     events: bool = False
     event_hits: bool = False
+    emission: EmissionCapability = SEVERAL
 
     def __post_init__(self) -> None:
         if len(self.group_pool) != len(self.geometry.groups):
@@ -90,6 +93,8 @@ class Rules:
             raise UserError("max_active", self.max_active, "use at least 1, or None")
         if not 0 <= self.watermark < 1:
             raise UserError("watermark", self.watermark, "use a share of the pool, from 0 to below 1")
+        if self.emission.max_per_chunk < 0 or self.emission.alignment < 1:
+            raise UserError("emission", self.emission, "use 0 or more states a chunk, at multiples of 1 or more tokens")
         if self.retention is not None and (self.retention < 0 or self.retention % self.geometry.schedule_block):
             raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.geometry.schedule_block}")
         if (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
@@ -130,6 +135,23 @@ class Rules:
         """Slots of a ring of turn-end states, see `turns`."""
         beyond = self.longest_lag * self.unit + max(self.lookahead - 1, 0)
         return 1 + -(-beyond // self.geometry.hit_unit) + self.steps_in_flight - 1
+
+    @property
+    def saves_anywhere(self) -> bool:
+        """Whether a row can save any number of states at any boundary."""
+        return self.emission.max_per_chunk >= self.max_context and self.emission.alignment == 1
+
+    def can_save(self, start: int, end: int, boundary: int) -> bool:
+        """Whether the back end can save a state inside a chunk [start, end)."""
+        emission, unit = self.emission, self.unit
+        if self.saves_anywhere:
+            return True
+        if emission.anchored:
+            return emission.max_per_chunk > 0 and boundary % emission.alignment == 0
+        blocks = [self.geometry.groups[group].block for group in self.geometry.recurrent]
+        return emission.max_per_chunk > 0 and all(
+            checkpoint_valid(start, end, boundary, unit, block, emission.alignment) for block in blocks
+        )
 
     def resume_points(self, prompt: int, known: int) -> set[int]:
         """Boundaries where a later request with this prompt, or with a longer one, may resume.

@@ -32,18 +32,57 @@ def points(core: Core, request: Request, hit: Hit) -> None:
     request.points = {point for point in wanted | request.rungs if point > hit.tokens}
 
 
+def cut(core: Core, request: Request, end: int) -> int:
+    """Where a chunk that could go on to `end` has to stop, so that the states at the request's points can be saved.
+
+    A back end that saves any number of states anywhere needs no cut. Another one saves the state at the end of a chunk,
+    and inside it what `Rules.can_save` allows: the chunk ends at the first point that is neither.
+    """
+    rules, start = core.rules, request.planned
+    if rules.saves_anywhere or not (rules.geometry.recurrent and rules.caching):
+        return end
+    if end < request.known and end // rules.unit * rules.unit > start:
+        end = end // rules.unit * rules.unit  # the next chunk can save more from a start at a unit
+    stops = sorted(point for point in request.points - request.rungs if start < point < end)
+    stops = [point for point in stops if not _is_filed(core, request, point)]
+    while (stop := _first_unsaved(rules, start, end, stops)) is not None:
+        end, stops = stop, [point for point in stops if point < stop]
+    return end
+
+
+def _first_unsaved(rules: Rules, start: int, end: int, stops: list[int]) -> int | None:
+    """The first of some points that a chunk [start, end) cannot save the state of."""
+    left = rules.emission.max_per_chunk
+    for point in stops:
+        if not left or not rules.can_save(start, end, point):
+            return point
+        left -= 1
+    return None
+
+
+def _is_filed(core: Core, request: Request, boundary: int) -> bool:
+    names = [core.state_name(request, group, boundary) for group in core.rules.geometry.recurrent]
+    return all(name is not None and core.find_soon(name) for name in names)
+
+
 def plan(core: Core, row: Row) -> None:
     """States to save inside a row, most wanted first, as long as blocks are free; then those of the turn."""
     if not (core.rules.geometry.recurrent and core.rules.caching):
         return
-    request, recurrent = row.request, core.rules.geometry.recurrent
-    for boundary in sorted(_wanted(core, row), key=lambda b: (b not in request.points, -b)):
-        names = [core.state_name(request, group, boundary) for group in recurrent]
-        if all(name is not None and core.find_soon(name) for name in names):
+    request = row.request
+    inside = 0
+    for boundary in sorted(_wanted(core, row), key=lambda b: (b not in request.points, b in request.rungs, -b)):
+        if _is_filed(core, request, boundary):
+            continue
+        interior = row.fixed and boundary < row.end
+        if interior and not (
+            inside < core.rules.emission.max_per_chunk and core.rules.can_save(row.start, row.end, boundary)
+        ):
             continue
         optional = boundary in request.rungs or boundary not in request.points
         if not (core.short and optional) and _room(core, boundary in request.shared):
             row.emissions.append(Emission(boundary, _take(core)))
+            inside += interior
     _plan_turns(core, row)
 
 
@@ -70,9 +109,11 @@ def _plan_turns(core: Core, row: Row) -> None:
         return
     unit = core.rules.geometry.hit_unit
     first = max(row.start - row.slack, request.prompt - 1)
-    boundaries = range(first // unit * unit + unit, row.end + 1, unit)
-    if not (row.drafts or row.slack):
+    boundaries = list(range(first // unit * unit + unit, row.end + 1, unit))
+    if row.fixed:
         boundaries = boundaries[-1:]  # all of the row stands, so it passes the others
+        if not core.rules.saves_anywhere:
+            boundaries = [boundary for boundary in boundaries if boundary == row.end]
     for boundary in boundaries:
         slot = ring.slot(boundary, unit)
         if slot not in ring.blocks:
@@ -94,13 +135,21 @@ def file(core: Core, row: Row, start: int) -> None:
     request, recurrent = row.request, core.rules.geometry.recurrent
     for boundary, blocks in row.emissions:
         for group, block in zip(recurrent, blocks, strict=True):
-            if start < boundary <= request.computed:
+            if saved(core.rules, row, start, request.computed, boundary):
                 publishing.file_state(core, request, group, boundary, block)
             block.spare = boundary in request.rungs
             block.pool.drop(block)
     for boundary, _ in row.turns:
-        if start < boundary <= request.computed:
+        if saved(core.rules, row, start, request.computed, boundary):
             request.turns.saved[request.turns.slot(boundary, core.rules.geometry.hit_unit)] = boundary
+
+
+def saved(rules: Rules, row: Row, start: int, end: int, boundary: int) -> bool:
+    """Whether a row that turned out to compute [start, end) has saved the state at a boundary it was planned to save.
+
+    Where a row's tokens may not all stand, a back end that cannot save anywhere saves the state at their end alone.
+    """
+    return start < boundary <= end and (row.fixed or rules.saves_anywhere or boundary == end)
 
 
 def end_turn(core: Core, request: Request) -> None:
