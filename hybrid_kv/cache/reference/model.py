@@ -333,6 +333,7 @@ class Model(Core):
             if self.running:
                 return False
             self._unpin_fetched()
+        if not self._fits_with(request, adopted, hit.tokens):
             # Alone, and it still lacks blocks: those of the hit and of its copy. Without the hit it fits, see `arrive`.
             hit = hit._replace(tokens=0, reason=Reason.CAPPED if hit.tokens else hit.reason)
             adopted = [{} for _ in adopted]
