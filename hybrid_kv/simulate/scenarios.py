@@ -360,7 +360,9 @@ class Run:
             else:
                 client.resumed += hit.tokens
             tokens = len(self.model.requests[name].tokens)
-            found.append({"id": name, "hit": hit.tokens, "junction": _junction(hit), "tokens": tokens})
+            found.append(
+                {"id": name, "hit": hit.tokens, "junction": _junction(hit), "tokens": tokens, "miss": hit.reason.text}
+            )
         return found
 
     def _sample(self, row: Row, number: int) -> tuple[int, ...]:

@@ -235,6 +235,25 @@ def test_states_are_named_by_what_they_are_not_by_the_smallest_block(emission): 
     assert bench.serve(z=tokens(0, 256)) == [224]
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_an_aborted_prefill_leaves_what_was_committed_and_nothing_else(drop):  # 26
+    specs = [full(1024, draft=drop), state(1024)]
+    bench = Bench(specs, 1024, token_budget=8192, draft=Draft.DROP if drop else Draft.NONE)
+    prompt = tokens(0, 40000)
+    bench.model.arrive("a", prompt)
+    step = bench.model.schedule()
+    bench.model.abort("a")
+    bench.device.plan(step)
+    bench.device.run(step, {})
+    bench.model.commit(step, {})
+    assert bench.model.probe(prompt).tokens == 0
+    bench.model.arrive("b", prompt)
+    bench.step()
+    bench.model.abort("b")
+    assert bench.model.probe(prompt).tokens == 8192
+    assert bench.model.reset()
+
+
 def test_admission_counts_what_a_window_holds_at_once():  # A21
     window = GroupSpec("window", "sliding_window", 16, window=64)
     bench = Bench([full(16), window], 16, blocks=32 + 13, token_budget=128, max_context=1024)

@@ -529,6 +529,7 @@ class Model(Core):
         self._unpin(request)
         self._unpin_load(request)
         states.end_turn(self, request)
+        states.leave_prefill(self, request)
         for group, geometry in enumerate(self.rules.geometry.groups):
             table = request.tables[group]
             if geometry.kind.windowed:

@@ -165,6 +165,22 @@ def end_turn(core: Core, request: Request) -> None:
         block.pool.drop(block)
 
 
+def leave_prefill(core: Core, request: Request) -> None:
+    """A request that goes in the middle of its prefill leaves the state it has reached, to be resumed from: its running
+    state, if that ends at a boundary and no row in flight takes it further."""
+    rules = core.rules
+    reached = request.hit < request.computed < len(request.tokens) - 1
+    if not (rules.caching and reached) or request.computed % rules.geometry.hit_unit or under_way(request):
+        return
+    for group in rules.geometry.recurrent:
+        publishing.file_state(core, request, group, request.computed, request.tables[group][0])
+
+
+def under_way(request: Request) -> bool:
+    """Whether rows in flight move the running state on."""
+    return bool(request.rows)
+
+
 def written_over(request: Request, unit: int) -> set[int]:
     """Slots of its ring that rows in flight may write to. They begin where what is computed ends, or later."""
     turns = [turn for row in request.rows for turn in row.turns if turn.boundary > request.computed]
