@@ -6,6 +6,7 @@ import pytest
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference import Load, Model, Offer, Rules
 from hybrid_kv.cache.reference.content import Device, broken
+from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
 
@@ -243,6 +244,22 @@ def test_what_was_fetched_gives_way_when_nothing_else_can_run():
     for _ in range(6):
         bench.step()
     assert not bench.model.requests and bench.free == 8
+
+
+@pytest.mark.parametrize("answer", [Offer(-1), Offer(64, states=(-16,)), None])
+def test_a_store_that_fails_while_a_step_is_planned_leaves_everything_as_it_was(answer):
+    bench = Bench(Store(b=answer))
+    if answer is None:
+        bench.store.answers = None  # a fault of its own: it raises
+    bench.model.arrive("a", range(40), answer=9, read_cache=False)
+    bench.model.commit(bench.model.schedule(), {"a": [1]})
+    bench.model.arrive("b", [7] * 40)
+    before = Snapshot(bench.model)
+    with pytest.raises((UserError, AttributeError)):
+        bench.model.schedule()
+    assert Snapshot(bench.model) == before
+    bench.store.answers = {}
+    assert bench.model.schedule().admitted.keys() == {"b"}
 
 
 @pytest.mark.parametrize(("report", "named"), [((64, 64), "good"), ((-1,), "good")])

@@ -46,8 +46,14 @@ class _Undo:
     def __init__(self, model: Model) -> None:
         self.before = Snapshot(model)
         self.events = len(model.index.events or ())
+        self.index = model.index
         self.step: Step | None = None
         self.since: list[Callable[[], Any]] = []
+
+    def go_back(self) -> None:
+        self.before.restore()
+        if self.index.events is not None:
+            del self.index.events[self.events :]
 
 
 def _noted(transition: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,36 +123,24 @@ class Model(Core):
     def schedule(self, *, revocable: bool = False) -> Step:
         """Plan one step: running requests in order of admission, then waiting ones while nobody was preempted.
 
-        A step with rows is in flight until it is committed, or withdrawn if it was planned as revocable.
+        A step with rows is in flight until it is committed, or withdrawn if it was planned as revocable. If the store
+        raises, or offers what makes no sense, nothing has changed.
         """
         if len(self.flying) >= self.rules.steps_in_flight:
             raise UserError("schedule", f"{len(self.flying)} steps in flight", "commit the oldest first")
-        self.undo = _Undo(self) if revocable else None
+        undo = _Undo(self) if revocable or self.external else None
+        self.undo = undo if revocable else None
         step = Step()
         if self.undo:
             self.undo.step = step
-        self.flying.append(step)
-        self._steps += 1
-        self._deferring = self._prefills_wait()
-        for name in list(self.running):
-            if name in self.running and self._budget(step):
-                self._continue(step, self.requests[name])
-        self.short = bool(step.preempted)
-        for name in self._queue():
-            if (
-                step.preempted
-                or self._deferring
-                or not self._budget(step)
-                or len(self.running) >= self.rules.most_running
-            ):
-                break
-            if not self._admit(step, self.requests[name]):
-                self.short = True
-                break
-        if not step.rows:
-            self.flying.remove(step)
-        elif any(row.length - row.drafts > 1 for row in step.rows):
-            self._last_prefill = self._steps
+        try:
+            self._plan(step)
+        except BaseException:
+            # Only the store can fail: it is the caller's.
+            if undo:
+                self.undo = None
+                undo.go_back()
+            raise
         return step
 
     def withdraw(self, step: Step) -> None:
@@ -158,9 +152,7 @@ class Model(Core):
         if undo is None or undo.step is not step:
             raise UserError("step", "not revocable", "withdraw the last one, planned with revocable=True, uncommitted")
         self.undo = None
-        undo.before.restore()
-        if self.index.events is not None:
-            del self.index.events[undo.events :]
+        undo.go_back()
         for transition in undo.since:
             transition()
 
@@ -281,6 +273,26 @@ class Model(Core):
 
     # Scheduling
 
+    def _plan(self, step: Step) -> None:
+        self.flying.append(step)
+        self._steps += 1
+        self._deferring = self._prefills_wait()
+        for name in list(self.running):
+            if name in self.running and self._budget(step):
+                self._continue(step, self.requests[name])
+        self.short = bool(step.preempted)
+        for name in self._queue():
+            full = len(self.running) >= self.rules.most_running
+            if step.preempted or self._deferring or full or not self._budget(step):
+                break
+            if not self._admit(step, self.requests[name]):
+                self.short = True
+                break
+        if not step.rows:
+            self.flying.remove(step)
+        elif any(row.length - row.drafts > 1 for row in step.rows):
+            self._last_prefill = self._steps
+
     def _budget(self, step: Step) -> int:
         return self.rules.token_budget - step.tokens
 
@@ -366,6 +378,8 @@ class Model(Core):
         offer = self.external.ask(request.name, tuple(request.tokens), hit.tokens)
         if offer is None:
             return True
+        if offer.tokens < 0 or min(offer.states, default=0) < 0:
+            raise UserError("offer", offer, "use lengths of 0 tokens or more")
         tokens = external.usable(self, request, offer)
         if tokens <= hit.tokens:
             return None
