@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from hybrid_kv.cache.reference.plan import Step
 from hybrid_kv.cache.reference.pool import Block, Index, Name, Pool
@@ -13,10 +14,14 @@ from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.cache.reference.statistics import Statistics
 from hybrid_kv.geometry import GroupKind
 
+if TYPE_CHECKING:
+    from hybrid_kv.cache.reference.external import Load
+
 
 class Core:
-    """flying: steps that were planned and not committed, oldest first; short: whether the last step had work that found
-    no blocks, so that only states that a resume needs are saved."""
+    """requests: those that live; waiting, running: their names. loads: those that run beside the steps; their blocks
+    are theirs until they are through. flying: steps that were planned and not committed, oldest first; short: whether
+    the last step had work that found no blocks, so that only states that a resume needs are saved."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -24,6 +29,10 @@ class Core:
         self.statistics = Statistics()
         self.pools = [Pool(blocks, self.index) for blocks in rules.pool_blocks]
         self.prefixes = Prefixes()
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[str] = []
+        self.running: list[str] = []
+        self.loads: list[Load] = []
         self.flying: deque[Step] = deque()
         self.short = False
 

@@ -1,4 +1,4 @@
-"""All of a model's state at one moment, to go back to when a step is withdrawn.
+"""All of a model's state at one moment, to go back to when a step is withdrawn or cannot be planned.
 
 A functional core has this for nothing: it keeps the state it was given. Here objects are changed in place, so their
 fields are copied and put back; objects stay the ones they are.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hybrid_kv.cache.reference.turns import Ring
 
 if TYPE_CHECKING:
     from hybrid_kv.cache.reference.model import Model
+    from hybrid_kv.cache.reference.plan import Step
 
 # Fields that do not belong to what a step changes.
 _CONSTANT = ("rules", "prefixes", "index", "pools", "undo", "events", "statistics")
@@ -58,3 +61,32 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | collections.deque):
         return type(value)(_copied(one) for one in value)
     return value
+
+
+class Undo:
+    """What to go back to if a step is withdrawn, and what has been asked for since it was planned."""
+
+    def __init__(self, model: Model) -> None:
+        self.before = Snapshot(model)
+        self.events = len(model.index.events or ())
+        self.index = model.index
+        self.step: Step | None = None
+        self.since: list[Callable[[], Any]] = []
+
+    def go_back(self) -> None:
+        self.before.restore()
+        if self.index.events is not None:
+            del self.index.events[self.events :]
+
+
+def noted(transition: Callable[..., Any]) -> Callable[..., Any]:
+    """A transition that is done again if the step before it is withdrawn."""
+
+    @functools.wraps(transition)
+    def and_noted(self: Model, *arguments: Any, **named: Any) -> Any:
+        result = transition(self, *arguments, **named)
+        if self.undo is not None:
+            self.undo.since.append(lambda: transition(self, *arguments, **named))
+        return result
+
+    return and_noted
