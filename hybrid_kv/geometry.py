@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Sequence
 
@@ -121,11 +122,11 @@ class GroupGeometry:
     def name(self) -> str:
         return self.spec.name
 
-    @property
+    @functools.cached_property
     def kind(self) -> GroupKind:
         return GroupKind(self.spec.kind)
 
-    @property
+    @functools.cached_property
     def block(self) -> int:
         """Tokens of one block over all ranks it is striped over."""
         return self.spec.rows_per_rank * self.shards
@@ -167,11 +168,11 @@ class SystemGeometry:
     dcp: int
     hash_unit: int
 
-    @property
+    @functools.cached_property
     def schedule_block(self) -> int:
         return math.lcm(*(group.block for group in self.groups))
 
-    @property
+    @functools.cached_property
     def hit_unit(self) -> int:
         """The hash unit, unless a windowed group's blocks are coarser: then the schedule block.
 
@@ -181,17 +182,17 @@ class SystemGeometry:
         coarse = any(group.kind.windowed and group.block != self.hash_unit for group in self.groups)
         return self.schedule_block if coarse else self.hash_unit
 
-    @property
+    @functools.cached_property
     def attention(self) -> tuple[int, ...]:
         """Indices of the append-only groups."""
         return tuple(i for i, group in enumerate(self.groups) if group.kind.append_only)
 
-    @property
+    @functools.cached_property
     def paged(self) -> tuple[int, ...]:
         """Indices of the groups with block tables: append-only and windowed ones."""
         return tuple(i for i, group in enumerate(self.groups) if group.kind is not GroupKind.RECURRENT)
 
-    @property
+    @functools.cached_property
     def recurrent(self) -> tuple[int, ...]:
         """Indices of the recurrent groups."""
         return tuple(i for i, group in enumerate(self.groups) if group.kind is GroupKind.RECURRENT)

@@ -12,8 +12,6 @@ import sys
 
 from hybrid_kv.simulate.soak import workload
 
-COUNTS = ("steps", "hits", "copies", "evicted", "preempted", "aborted")
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -25,7 +23,7 @@ def main() -> int:
     faults = []
     for seed in range(options.seed, options.seed + options.workloads):
         outcome = workload(seed)
-        totals.update({name: getattr(outcome, name) for name in COUNTS})
+        totals.update(outcome.counts)
         if outcome.fault:
             faults.append({"seed": seed, "fault": outcome.fault, "rules": str(outcome.rules)})
             print(f"seed {seed}: {outcome.fault}", file=sys.stderr)

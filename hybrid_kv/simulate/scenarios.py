@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,13 @@ from typing import Any
 import numpy as np
 
 from hybrid_kv.cache.reference import Draft, Hit, Model, Row, Rules, Step
+from hybrid_kv.cache.reference.content import Device, Unsound, broken
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
 
 _VOCABULARY = 163840
 _STALL = 65
 _KINDS = {"mla": "mla", "full": "full", "swa": "sliding_window", "chunked_local": "chunked_local", "mamba": "recurrent"}
-# What this runner does not do yet, with the value that asks for nothing.
-_UNSUPPORTED: dict[str, Any] = {
-    "async_scheduling": False, "max_num_active_seqs": None, "long_prefill_token_threshold_adaptive": False,
-    "prefill_schedule_interval": 1, "watermark": 0, "reserve_full_isl": True,
-}  # fmt: skip
 
 
 @functools.cache
@@ -62,10 +59,7 @@ def tokens_of(prompt: Any) -> list[int]:
 
 
 def rules_of(config: dict[str, Any]) -> Rules:
-    """The model's rules for a scenario's configuration. Raises UserError for what is not supported."""
-    for field, neutral in _UNSUPPORTED.items():
-        if config.get(field, neutral) != neutral:
-            raise UserError(f"config.{field}", config[field], f"not supported yet: use {neutral}")
+    """The model's rules for a scenario's configuration."""
     eagle, mode = config.get("use_eagle", False), config.get("eagle_mode", "lookahead")
     drafts = config.get("num_speculative_tokens", 0)
     draft = Draft({"lookahead": "lookahead", "drop": "drop", "nodrop": "none"}[mode]) if eagle else Draft.NONE
@@ -93,9 +87,15 @@ def rules_of(config: dict[str, Any]) -> Rules:
         pool_blocks=(config["num_blocks"] - 1,),
         group_pool=(0,) * len(specs),
         max_requests=config.get("max_num_seqs", 128),
+        max_active=config.get("max_num_active_seqs"),
         max_context=config.get("max_model_len", 1 << 20),
         token_budget=config.get("max_num_batched_tokens", 8192),
         chunk_limit=threshold or 1 << 30,
+        chunk_adaptive=config.get("long_prefill_token_threshold_adaptive", False),
+        prefill_interval=config.get("prefill_schedule_interval", 1),
+        watermark=config.get("watermark", 0),
+        admit_whole=config.get("reserve_full_isl", True),
+        steps_in_flight=2 if config.get("async_scheduling", False) else 1,
         caching=caching,
         # The reference system keeps the last whole block of a prompt as well as its last hash boundary.
         ladder=tuple(
@@ -125,6 +125,15 @@ def check(scenario: dict[str, Any]) -> None:
                 _count(f"group.{field}", group[field], 1, 1 << 31)
     for field in ("num_speculative_tokens", "long_prefill_token_threshold"):
         _count(f"config.{field}", config.get(field, 0), 0, 1 << 20)
+    _count("config.prefill_schedule_interval", config.get("prefill_schedule_interval", 1), 1, 1 << 20)
+    if config.get("max_num_active_seqs") is not None:
+        _count("config.max_num_active_seqs", config["max_num_active_seqs"], 1, 1 << 20)
+    for field in ("async_scheduling", "reserve_full_isl", "long_prefill_token_threshold_adaptive"):
+        if not isinstance(config.get(field, False), bool):
+            raise UserError(f"config.{field}", config[field], "use true or false")
+    watermark = config.get("watermark", 0)
+    if not isinstance(watermark, int | float) or not 0 <= watermark < 1:
+        raise UserError("config.watermark", watermark, "use a share of the pool, from 0 to below 1")
     _count("config.max_steps", config.get("max_steps", 1), 1, 10**9)
     before: set[str] = set()
     for request in scenario["requests"]:
@@ -185,14 +194,16 @@ class _Client:
 
 
 class Run:
-    """One scenario through the model; `records` is the trace."""
+    """One scenario through the model; `records` is the trace. checked: look at the content of every block on the way
+    (slow; raises `Unsound`)."""
 
-    def __init__(self, scenario: dict[str, Any]) -> None:
+    def __init__(self, scenario: dict[str, Any], *, checked: bool = False) -> None:
         check(scenario)
         config = scenario["config"]
         self.name = scenario["name"]
         self.rules = rules_of(config)
         self.model = Model(self.rules)
+        self.device = Device(self.model) if checked else None
         self.drafts = config.get("num_speculative_tokens", 0)
         self.limit = config.get("max_steps", 100_000)
         self.clients: dict[str, _Client] = {}
@@ -205,6 +216,8 @@ class Run:
         self.probes = scenario.get("probes", [])
         self.events = list(scenario.get("events") or [])
         self.records: list[dict[str, Any]] = []
+        self.overlapped = self.rules.steps_in_flight > 1
+        self.flying: deque[tuple[Step, dict[str, Any]]] = deque()
         self.scheduled = self.copies = 0
         self.stalled = False
 
@@ -214,6 +227,7 @@ class Run:
         step = idle = 0
         while step < self.limit and (self.model.requests or self._next_arrival() is not None):
             if not self.model.requests:
+                self._drain(step)
                 step = max(step, self._next_arrival() or 0)
             self._deliver(step)
             idle = 0 if self._step(step) else idle + 1
@@ -221,6 +235,7 @@ class Run:
             if idle == _STALL:
                 self.stalled = True
                 break
+        self._drain(step)
         for probe in self.probes:
             prompt = tokens_of(probe["prompt"])
             hit = self.model.probe(prompt, probe.get("cache_salt"))
@@ -272,34 +287,69 @@ class Run:
                 self._ended(name, step)
 
     def _step(self, number: int) -> bool:
-        """One step; whether anything was scheduled."""
+        """Plan a step, then complete the oldest one if as many are in flight as may be, or if nothing could be planned;
+        whether anything was."""
         plan = self.model.schedule()
-        free = self.model.pools[0].free
-        answers: dict[str, tuple[int, ...]] = {}
-        admitted = self._admissions(plan, number)
         for row in plan.rows:
-            answers[row.request.name] = self._sample(row, number)
-        ended = [name for name, given in answers.items() if given and self._through(name)]
+            self.scheduled += row.length
+            if row.start < row.request.prompt:
+                self.clients[row.request.name].chunks.append(row.end - row.drafts)
+        self.copies += plan.copies
+        for name in plan.preempted:
+            self.clients[name].preempted += 1
+        admitted = self._admissions(plan, number)
         if plan.rows or plan.preempted:
             self._write(
                 "s", i=number, sched=_rows(plan), **({"adm": admitted} if admitted else {}),
                 **({"pre": plan.preempted} if plan.preempted else {}), **({"cow": plan.copies} if plan.copies else {}),
-                q=[len(self.model.running), len(self.model.waiting)], free=[free, 0],
-                **({"out": out} if (out := {n: len(a) for n, a in answers.items() if len(a) > 1}) else {}),
-                **({"fin": ended} if ended else {}),
+                q=[len(self.model.running), len(self.model.waiting)], free=[self.model.pools[0].free] * 2,
             )  # fmt: skip
-        self.copies += plan.copies
-        for name in plan.preempted:
-            self.clients[name].preempted += 1
+        if plan.rows:
+            self.flying.append((plan, self.records[-1]))
+            if self.device:
+                self.device.plan(plan)
+            if self.overlapped:
+                self._propose(plan)
+        if self.flying and (len(self.flying) >= self.rules.steps_in_flight or not plan.rows):
+            self._complete(number)
+        return bool(plan.rows)
+
+    def _complete(self, number: int) -> None:
+        """Sample the oldest step in flight and commit it, at step `number`."""
+        plan, record = self.flying.popleft()
+        rows = [row for row in plan.rows if self.model.requests.get(row.request.name) is row.request]
+        answers = {row.request.name: self._sample(row, number) for row in rows}
+        ended = [name for name, given in answers.items() if given and self._through(name)]
+        if self.device:
+            self.device.run(plan, answers)
         self.model.commit(plan, answers, ended)
-        if plan.rows or plan.preempted:
-            self.records[-1]["free"][1] = self.model.pools[0].free
+        if self.device:
+            self.device.check(plan)
+            if faults := broken(self.model):
+                raise Unsound("; ".join(faults))
+        record["free"][1] = self.model.pools[0].free
+        if self.overlapped:
+            record["u"] = number
+        if out := {name: len(given) for name, given in answers.items() if len(given) > 1}:
+            record["out"] = out
+        if ended:
+            record["fin"] = ended
         for name in ended:
             self._ended(name, number)
-        for name, given in answers.items():
-            if given and name in self.model.requests and self.drafts:
+        if not self.overlapped:
+            self._propose(plan)
+
+    def _drain(self, number: int) -> None:
+        """Complete what is still in flight when nothing is live."""
+        while self.flying:
+            self._complete(number)
+
+    def _propose(self, plan: Step) -> None:
+        """Drafts for the next row of each request that samples in this one; counted on where steps overlap."""
+        for row in plan.rows:
+            name = row.request.name
+            if self.drafts and row.samples and self.model.requests.get(name) is row.request:
                 self.model.propose(name, min(next(self.clients[name].drafts), self.drafts))
-        return bool(plan.rows)
 
     def _admissions(self, plan: Step, number: int) -> list[dict[str, Any]]:
         found = []
@@ -310,17 +360,15 @@ class Run:
             else:
                 client.resumed += hit.tokens
             tokens = len(self.model.requests[name].tokens)
-            found.append({"id": name, "hit": hit.tokens, "junction": _junction(hit), "tokens": tokens})
+            found.append(
+                {"id": name, "hit": hit.tokens, "junction": _junction(hit), "tokens": tokens, "miss": hit.reason.text}
+            )
         return found
 
     def _sample(self, row: Row, number: int) -> tuple[int, ...]:
         """Tokens the faked model returns for a row: none before the last known token, else one and accepted drafts."""
-        client, request = self.clients[row.request.name], row.request
-        self.scheduled += row.length
-        end = row.start + row.length - row.drafts
-        if request.computed < request.prompt:
-            client.chunks.append(end)
-        if end < len(request.tokens):
+        client = self.clients[row.request.name]
+        if not row.samples:
             return ()
         accepted = min(next(client.accept), row.drafts) if row.drafts else 0
         given = client.answer[client.given : client.given + accepted + 1]
@@ -363,14 +411,14 @@ def _rows(plan: Step) -> dict[str, list[int]]:
     return {row.request.name: [row.start, row.length, *([row.drafts] if row.drafts else [])] for row in plan.rows}
 
 
-def _run_file(path: Path, out: Path) -> str:
+def _run_file(path: Path, out: Path, checked: bool) -> str:
     """Run one scenario file and write its trace; a line that sums it up."""
     try:
         scenario = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError("scenario", str(path), f"must be a readable JSON file ({error})") from None
     try:
-        records = Run(scenario).run()
+        records = Run(scenario, checked=checked).run()
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
@@ -386,11 +434,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hybrid_kv.simulate.scenarios", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder for one .jsonl file a scenario")
+    parser.add_argument("--check", action="store_true", help="look at the content of every block on the way; slow")
     options = parser.parse_args(arguments)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         for path in options.files:
-            print(_run_file(path, options.out))
+            print(_run_file(path, options.out, options.check))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

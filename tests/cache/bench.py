@@ -81,12 +81,14 @@ class Bench:
             answers[request.name] = [1] * min(1 + min(accept, row.drafts), left)
             if len(answers[request.name]) == left:
                 ended.append(request.name)
-        self.device.run(self.model.commit(step, answers, ended))
+        self.device.run(step, answers)
+        self.model.commit(step, answers, ended)
+        self.device.check(step)
         assert broken(self.model) == []
 
     def _written(self, step: Step) -> list[Block]:
         """States and copies that the rows of a step write."""
-        blocks = [block for row in step.rows for _, saved in row.emissions for block in saved]
+        blocks = [block for row in step.rows for one in row.emissions for block in one.blocks]
         for row in step.rows:
             tables = row.request.tables
             blocks += [tables[group][0] for group in self.geometry.recurrent]

@@ -5,6 +5,7 @@ The comment behind each names the case. Where this core serves more than the ref
 
 import pytest
 
+from hybrid_kv.cache.checkpoints import SEVERAL, EmissionCapability
 from hybrid_kv.cache.reference import Draft
 from tests.cache.bench import Bench, full, state, tokens, window
 
@@ -103,22 +104,75 @@ def test_a_block_written_in_this_step_is_not_copied_from():  # Z2
     assert hits[0] == 64 and hits[1] >= 64
 
 
+# Back ends that save one state inside a chunk, at multiples of 16 tokens from its start, or none.
+ONE = EmissionCapability(max_per_chunk=1, alignment=16, anchored=False)
+NONE = EmissionCapability(max_per_chunk=0, alignment=1, anchored=True)
+
+
+@pytest.mark.parametrize("emission", [SEVERAL, ONE, NONE])
 @pytest.mark.parametrize("at", [336, 352, 1584])
-def test_a_prefill_that_starts_inside_a_block_leaves_only_true_states(at):  # Z3
-    bench = Bench([full(1600), state(1600)], 16, retention=None)
+def test_one_emission_after_a_start_inside_a_block_files_no_state_that_was_skipped(at, emission):  # Z3
+    bench = Bench([full(1600), state(1600)], 16, emission=emission)
     bench.serve(a=tokens(0, at + 1))
     assert bench.serve(b=tokens(0, 3602)) == [at]
-    assert bench.serve(c=[*tokens(0, 3300), 5]) == [3200]
+    # Two chunks only where nothing can be saved inside one.
+    assert bench.ends["b"] == ([3600, 3602] if emission is NONE else [3602])
+    assert bench.serve(c=[*tokens(0, 3300), 5]) == [at]  # no key 1600, no key 3200
+    assert bench.serve(d=tokens(0, 3602)) == [3600]
 
 
-def test_junctions_behind_a_start_inside_a_block():  # Z5
-    bench = Bench([full(1600), state(1600)], 16)
+@pytest.mark.parametrize("emission", [SEVERAL, ONE, NONE])
+def test_an_extension_under_the_drop_files_no_state_that_was_skipped(emission):  # Z4
+    bench = Bench([full(1600, draft=True), state(1600)], 16, draft=Draft.DROP, emission=emission)
+    bench.serve(a=tokens(0, 2000))
+    assert bench.serve(b=tokens(0, 5202)) == [1984]
+    assert bench.serve(c=[*tokens(0, 3300), 5]) == [1984]
+    assert bench.serve(d=tokens(0, 5202)) == [5184]
+
+
+@pytest.mark.parametrize("emission", [SEVERAL, ONE, NONE])
+def test_a_junction_gets_its_own_state_from_every_back_end(emission):  # Z5
+    bench = Bench([full(1600), state(1600)], 16, emission=emission)
     base, shared = tokens(0, 2000), tokens(1, 3000)
     bench.serve(a=base)
     bench.serve(b=base + shared + tokens(2, 4000))
-    # The reference system files a state at 4800 that is another one; here the state is where the prefixes part.
     assert bench.serve(c=base + shared + tokens(3, 3000)) == [2000]
     assert bench.serve(d=base + shared + tokens(4, 3000)) == [4992]
+
+
+@pytest.mark.parametrize("emission", [SEVERAL, ONE, NONE])
+def test_a_state_inside_a_chunk_of_two_columns_has_a_block_of_its_own(emission):  # Z6
+    bench = Bench([full(32), state(32)], 16, token_budget=64, slots_ahead=1, emission=emission)
+    assert bench.serve(a=tokens(0, 113)) == [0]
+    assert bench.serve(b=tokens(0, 113)) == [112]
+
+
+@pytest.mark.parametrize("emission", [SEVERAL, ONE, NONE])
+def test_states_are_named_by_what_they_are_not_by_the_smallest_block(emission):  # Z7, 18
+    bench = Bench([full(32), state(64)], 32, retention=None, token_budget=96, emission=emission)
+    bench.serve(a=tokens(0, 256))
+    filed = sorted(bench.device.length_of(name) for name in bench.model.index.names() if name[0] == 1)
+    assert filed == {SEVERAL: [64, 128, 192, 224, 256], ONE: [64, 192, 224, 256], NONE: [192, 224, 256]}[emission]
+    assert bench.serve(z=tokens(0, 256)) == [224]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_an_aborted_prefill_leaves_what_was_committed_and_nothing_else(drop):  # 26
+    specs = [full(1024, draft=drop), state(1024)]
+    bench = Bench(specs, 1024, token_budget=8192, draft=Draft.DROP if drop else Draft.NONE)
+    prompt = tokens(0, 40000)
+    bench.model.arrive("a", prompt)
+    step = bench.model.schedule()
+    bench.model.abort("a")
+    bench.device.plan(step)
+    bench.device.run(step, {})
+    bench.model.commit(step, {})
+    assert bench.model.probe(prompt).tokens == 0
+    bench.model.arrive("b", prompt)
+    bench.step()
+    bench.model.abort("b")
+    assert bench.model.probe(prompt).tokens == 8192
+    assert bench.model.reset()
 
 
 def test_admission_counts_what_a_window_holds_at_once():  # A21

@@ -45,7 +45,8 @@ def test_blocks_without_a_name_go_first_and_each_prefix_from_its_end():  # A2
     bench.arrive("b", second)
     step = bench.schedule()
     assert (table(bench, "a"), table(bench, "b")) == ([1, 2, 3, 4, 5, 6], [7, 8, 9])
-    bench.device.run(bench.model.commit(step, {"a": [1], "b": [1]}))
+    bench.device.run(step, {"a": [1], "b": [1]})
+    bench.model.commit(step, {"a": [1], "b": [1]})
     bench.model.finish("a")
     assert order(bench) == [6, 10, 5, 4, 3, 2, 1]
     bench.model.finish("b")

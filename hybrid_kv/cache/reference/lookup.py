@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.pool import Block, Name
 from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.geometry import GroupGeometry, GroupKind
@@ -13,10 +14,12 @@ Find = Callable[[Name], Block | None]
 
 
 class Hit(NamedTuple):
-    """tokens: served by all groups. depth: served by the append-only groups alone, at least `tokens`."""
+    """tokens: served by all groups. depth: served by the append-only groups alone, at least `tokens`. reason: why it is
+    not more, where that was asked."""
 
     tokens: int
     depth: int
+    reason: Reason = Reason.NONE
 
 
 def window_units(group: GroupGeometry, boundary: int, unit: int) -> range:

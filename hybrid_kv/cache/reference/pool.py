@@ -6,6 +6,8 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from hybrid_kv.cache.reference.events import Cleared, Event, Removed
+
 # (group, prefix): content of one hash unit, or of one state, in one group.
 Name = tuple[int, int]
 
@@ -25,10 +27,13 @@ class Block:
 
 
 class Index:
-    """Blocks by name. Equal content computed twice is filed twice while both blocks are held."""
+    """Blocks by name. Equal content computed twice is filed twice while both blocks are held. evicted: names that were
+    lost to make room. events: what happened, None if nobody listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, listen: bool = False) -> None:
         self._blocks: dict[Name, dict[Block, None]] = {}
+        self.evicted: set[Name] = set()
+        self.events: list[Event] | None = [] if listen else None
 
     def find(self, name: Name) -> Block | None:
         """The block filed first."""
@@ -38,16 +43,42 @@ class Index:
         """Further blocks of this name."""
         return [one for one in self.all(name) if one is not block]
 
-    def add(self, name: Name, block: Block) -> None:
+    def add(self, name: Name, block: Block) -> bool:
+        """File a block; whether it was not filed so before."""
+        new = name not in block.names
         self._blocks.setdefault(name, {})[block] = None
+        self.evicted.discard(name)
         block.names.add(name)
+        return new
+
+    def tell(self, event: Event) -> None:
+        if self.events is not None:
+            self.events.append(event)
 
     def remove(self, name: Name, block: Block) -> None:
+        if name in block.names:
+            self.tell(Removed(*name))
         block.names.discard(name)
         if (blocks := self._blocks.get(name)) is not None:
             blocks.pop(block, None)
             if not blocks:
                 del self._blocks[name]
+
+    def evict(self, block: Block) -> None:
+        """Forget what a block holds, because something else is to take its place."""
+        for name in list(block.names):
+            self.remove(name, block)
+            if name not in self._blocks:
+                self.evicted.add(name)
+
+    def clear(self) -> None:
+        """Forget everything, evictions too."""
+        for blocks in self._blocks.values():
+            for block in blocks:
+                block.names.clear()
+        self._blocks.clear()
+        self.evicted.clear()
+        self.tell(Cleared())
 
     def all(self, name: Name) -> list[Block]:
         return list(self._blocks.get(name, ()))
@@ -62,7 +93,8 @@ class Pool:
     def __init__(self, blocks: int, index: Index) -> None:
         self.size = blocks
         self.index = index
-        self.nameless = [Block(self, number) for number in range(blocks, 0, -1)]
+        self.blocks = [Block(self, number) for number in range(blocks, 0, -1)]
+        self.nameless = list(self.blocks)
         self.named: OrderedDict[Block, None] = OrderedDict()
         self.evicted = 0
 
@@ -77,8 +109,7 @@ class Pool:
         else:
             block, _ = self.named.popitem(last=False)
             self.evicted += 1
-            for name in list(block.names):
-                self.index.remove(name, block)
+            self.index.evict(block)
         block.holders, block.kept, block.reused, block.spare = 1, False, False, False
         return block
 
@@ -123,8 +154,6 @@ class Pool:
             self.index.remove(name, block)
 
     def reset(self) -> None:
-        """Forget everything; nothing may be held."""
-        for block in list(self.named):
-            self.forget(block)
-            del self.named[block]
-            self.nameless.append(block)
+        """All blocks are nameless; the index was cleared, and nothing may be held."""
+        self.nameless += self.named
+        self.named.clear()

@@ -12,6 +12,7 @@ class Prefixes:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._children: defaultdict[int, int] = defaultdict(int)
+        self.salts: set[Hashable] = set()
 
     def child(self, parent: int, unit: Hashable) -> int:
         """The prefix that continues `parent` by one unit."""
@@ -32,6 +33,7 @@ class Prefixes:
 
         A unit's content is its tokens and the `lookahead` tokens behind it; the salt goes into the first.
         """
+        self.salts.add(salt)
         for content in _units(len(chain), tokens, unit, lookahead, salt):
             chain.append(self.child(chain[-1] if chain else 0, content))
 
