@@ -15,19 +15,31 @@ import numpy as np
 
 from hybrid_kv import hashing
 from hybrid_kv.cache import lookup, transitions
+from hybrid_kv.cache.checkpoints import SEVERAL
 from hybrid_kv.cache.config import CacheConfig, Placement
+from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import Hit
 from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, RUNNING, CacheState, initial_state, layout
 from hybrid_kv.errors import UserError
 from hybrid_kv.schedule.step import schedule
 
+# Rules that the compiled core does not have, with the value that asks for nothing.
+_MODEL_ONLY: dict[str, Any] = {
+    "steps_in_flight": 1, "max_active": None, "chunk_adaptive": False, "prefill_interval": 1, "watermark": 0,
+    "events": False, "emission": SEVERAL,
+}  # fmt: skip
+
 
 def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheConfig:
     """The compiled core's configuration for the model's rules.
 
     slots: requests held at once. max_context: tokens of the longest request. drafts: most tokens verified at once.
+    Raises UserError for rules that only the model has.
     """
+    for field, neutral in _MODEL_ONLY.items():
+        if getattr(rules, field) != neutral:
+            raise UserError(field, getattr(rules, field), f"the compiled core does not have this: use {neutral}")
     return CacheConfig(
         geometry=rules.geometry,
         pool_blocks=tuple(blocks + 1 for blocks in rules.pool_blocks),
@@ -41,6 +53,7 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         slots_ahead=rules.slots_ahead,
         draft=rules.draft,
         lookahead=rules.lookahead,
+        whole_prompts=rules.admit_whole,
         priority=rules.priority,
         placement=Placement(rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention),
         prefix_caching=rules.caching,
@@ -64,12 +77,20 @@ class Request:
 
 @dataclasses.dataclass
 class Row:
-    """start, length: tokens computed, drafts included. drafts: of those."""
+    """start, length: tokens computed, drafts included. drafts: of those. samples: it reaches the last known token."""
 
     request: Request
     start: int
     length: int
     drafts: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        return self.end - self.drafts == len(self.request.tokens)
 
 
 @dataclasses.dataclass
@@ -159,7 +180,8 @@ class Core:
                 step.copies += int((row[fields.copy_source] > 0).sum())
                 if row[fields.ADMITTED]:
                     hit = int(row[fields.HIT])
-                    step.admitted[request.name] = Hit(hit, max(int(row[fields.JUNCTION]), hit))
+                    depth = max(int(row[fields.JUNCTION]), hit)
+                    step.admitted[request.name] = Hit(hit, depth, Reason(int(row[fields.REASON])))
         return step
 
     def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> list[Any]:
@@ -200,7 +222,7 @@ class Core:
         """The hit a prompt would get."""
         keys = self._keys(self._chain(salt), prompt)
         found = self._jit["lookup"](self._state, keys, np.int32(len(prompt)), np.int32(0))
-        return Hit(int(found.hit), max(int(found.junction), int(found.hit)))
+        return Hit(int(found.hit), max(int(found.junction), int(found.hit)), Reason(int(found.reason)))
 
     def reset(self) -> bool:
         """Forget all content; False, and nothing changed, while any request runs."""

@@ -195,14 +195,14 @@ class _Client:
 
 class Run:
     """One scenario through the model; `records` is the trace. checked: look at the content of every block on the way
-    (slow; raises `Unsound`)."""
+    (slow; raises `Unsound`). compiled: through the compiled core instead."""
 
-    def __init__(self, scenario: dict[str, Any], *, checked: bool = False) -> None:
+    def __init__(self, scenario: dict[str, Any], *, checked: bool = False, compiled: bool = False) -> None:
         check(scenario)
         config = scenario["config"]
         self.name = scenario["name"]
         self.rules = rules_of(config)
-        self.model = Model(self.rules)
+        self.model: Any = _core(scenario, self.rules) if compiled else Model(self.rules)
         self.device = Device(self.model) if checked else None
         self.drafts = config.get("num_speculative_tokens", 0)
         self.limit = config.get("max_steps", 100_000)
@@ -391,16 +391,37 @@ class Run:
 
     def _totals(self, steps: int) -> None:
         served = [client for client in self.clients.values() if client.first is not None]
-        pool, groups = self.model.pools[0], range(len(self.rules.geometry.groups))
+        pool = self.model.pools[0]
         self._write(
             "end", steps=steps, query=sum(len(client.prompt) for client in served),
             hit=sum(client.first.tokens for client in served if client.first),
             resume_hit=sum(client.resumed for client in served), preempt=sum(c.preempted for c in served),
             scheduled=self.scheduled, cow=self.copies, evicted=pool.evicted,
-            keys=[sum(group == name[0] for name in self.model.index.names()) for group in groups], free=pool.free,
+            **({"keys": _keys(self.model)} if isinstance(self.model, Model) else {}), free=pool.free,
             **({"stall": True} if self.stalled else {}),
             **({"unfinished": sorted(self.model.requests)} if self.model.requests else {}),
         )  # fmt: skip
+
+
+def _core(scenario: dict[str, Any], rules: Rules) -> Any:
+    """The compiled core, with room for what the scenario holds."""
+    from hybrid_kv.simulate.compiled import Core, config_of
+
+    requests, probes = scenario["requests"], scenario.get("probes") or []
+    lengths = [len(tokens_of(one["prompt"])) + one["output_len"] for one in requests]
+    longest = max(lengths + [len(tokens_of(one["prompt"])) for one in probes])
+    drafts = [
+        scenario["config"].get("num_speculative_tokens", 0),
+        *(d for r in requests for d in r.get("drafts") or []),
+    ]
+    slots = min(rules.max_requests, len(requests), rules.token_budget)
+    return Core(rules, config_of(rules, slots, longest + rules.slots_ahead, max(drafts)))
+
+
+def _keys(model: Model) -> list[int]:
+    """Names filed in every group."""
+    groups = range(len(model.rules.geometry.groups))
+    return [sum(group == name[0] for name in model.index.names()) for group in groups]
 
 
 def _junction(hit: Hit) -> int:
@@ -411,14 +432,14 @@ def _rows(plan: Step) -> dict[str, list[int]]:
     return {row.request.name: [row.start, row.length, *([row.drafts] if row.drafts else [])] for row in plan.rows}
 
 
-def _run_file(path: Path, out: Path, checked: bool) -> str:
+def _run_file(path: Path, out: Path, checked: bool, compiled: bool) -> str:
     """Run one scenario file and write its trace; a line that sums it up."""
     try:
         scenario = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError("scenario", str(path), f"must be a readable JSON file ({error})") from None
     try:
-        records = Run(scenario, checked=checked).run()
+        records = Run(scenario, checked=checked, compiled=compiled).run()
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
@@ -435,11 +456,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder for one .jsonl file a scenario")
     parser.add_argument("--check", action="store_true", help="look at the content of every block on the way; slow")
+    parser.add_argument("--compiled", action="store_true", help="run the compiled core instead of the model")
     options = parser.parse_args(arguments)
     try:
+        if options.check and options.compiled:
+            raise UserError("--check", "with --compiled", "the model's content can be looked at: use one of them")
         options.out.mkdir(parents=True, exist_ok=True)
         for path in options.files:
-            print(_run_file(path, options.out, options.check))
+            print(_run_file(path, options.out, options.check, options.compiled), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
