@@ -168,6 +168,20 @@ def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> 
     return publish_state(config, state, row, length, request[fields.turn_slot], jnp.zeros((), bool))
 
 
+def leave_prefill(config: CacheConfig, state: CacheState, row: jax.Array, settled: jax.Array) -> CacheState:
+    """File the running state of a request that goes in the middle of its prefill, if it ends at a hit boundary.
+
+    settled: no step in flight takes it further.
+    """
+    fields = layout(config)
+    request = state.requests[row]
+    computed, known = request[fields.COMPUTED], request[fields.KNOWN]
+    reached = settled & (computed > request[fields.HIT]) & (computed < known - 1)
+    reached &= (computed % config.geometry.hit_unit == 0) & (computed <= named_units(config, known) * config.unit)
+    length = jnp.where(reached, computed, 0)
+    return publish_state(config, state, row, length, request[fields.running], jnp.zeros((), bool))
+
+
 def _constants(config: CacheConfig) -> tuple[jax.Array, ...]:
     """By group with a table: group, pool, first column, units of a block, lag."""
     groups = config.geometry.paged

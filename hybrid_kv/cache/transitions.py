@@ -16,6 +16,7 @@ from hybrid_kv.cache import index, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.publish import (
+    leave_prefill,
     publish_turn_end,
     publish_units,
     withdraw_states,
@@ -162,11 +163,11 @@ def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState
     live &= state.requests[:, fields.STATUS] != FREE
 
     def end(config, state, row):
-        in_flight = state.requests[row, fields.EMIT_TURN]
-        state = _forget_plan(config, state, row)
         # The step still runs, so what it overwrites is not filed.
-        state = state._replace(requests=state.requests.at[row, fields.EMIT_TURN].set(in_flight))
-        return release_request(config, state, row)
+        emit_turn, scheduled = state.requests[row, fields.EMIT_TURN], state.requests[row, fields.SCHEDULED]
+        state = _forget_plan(config, state, row)
+        state = state._replace(requests=state.requests.at[row, fields.EMIT_TURN].set(emit_turn))
+        return release_request(config, leave_prefill(config, state, row, scheduled == 0), row)
 
     return _for_rows(config, live, end, pool.compact(config, state))
 
@@ -183,7 +184,8 @@ def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     Whatever this step had planned for it is planned no more, so its turn-end state can be filed.
     """
     fields = layout(config)
-    state = _wait_again(config, _forget_plan(config, state, row), row)
+    state = leave_prefill(config, _forget_plan(config, state, row), row, jnp.ones((), bool))
+    state = _wait_again(config, state, row)
     return state._replace(
         requests=state.requests.at[row, fields.PREEMPTIONS].add(1), counters=state.counters.at[PREEMPTED].add(1)
     )

@@ -12,19 +12,20 @@ from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAIT
 
 def decodes_fit(config: CacheConfig, state: CacheState) -> jax.Array:
     """Whether the free blocks suffice for all decodes of this step."""
-    need = _new_columns(config, state)
-    return jnp.stack([count <= pool.free_blocks(state, p) for p, count in enumerate(need)]).all()
+    return _fit(config, state, _drafts(config, state))
 
 
 def schedule_decodes(config: CacheConfig, state: CacheState) -> CacheState:
     """Schedule every request whose prompt is done, if blocks suffice for all of them.
 
-    Drafts are verified as far as the budget goes, oldest slot first; the tokens themselves always fit.
+    Drafts are verified as far as the budget goes, oldest slot first, and not at all in a step in which their rows would
+    find no blocks; the tokens themselves always fit the budget.
     """
     fields = layout(config)
-    rows = _decoding(config, state) & decodes_fit(config, state)
-    drafts = jnp.where(rows, _drafts(config, state), 0)
-    state = _extend_tables(config, state, rows)
+    drafts = _drafts(config, state)
+    rows = _decoding(config, state) & _fit(config, state, drafts)
+    drafts = jnp.where(rows, drafts, 0)
+    state = _extend_tables(config, state, rows, drafts)
     state = _keep_turn_end(config, state, rows, drafts)
     columns = jnp.array([fields.SCHEDULED, fields.VERIFYING])
     added = jnp.stack([rows.astype(jnp.int32) + drafts, drafts], 1)
@@ -49,33 +50,33 @@ def _drafts(config: CacheConfig, state: CacheState) -> jax.Array:
     asked = jnp.where(rows, jnp.clip(jnp.minimum(state.requests[:, fields.DRAFTS], room), 0, config.max_drafts), 0)
     taken = state.requests[:, fields.SCHEDULED].sum(dtype=jnp.int32) + rows.sum(dtype=jnp.int32)
     before = jnp.cumsum(asked) - asked
-    return jnp.clip(config.token_budget - taken - before, 0, asked)
+    drafts = jnp.clip(config.token_budget - taken - before, 0, asked)
+    return jnp.where(_fit(config, state, drafts), drafts, 0)
 
 
-def _upto(config: CacheConfig, state: CacheState, position: int) -> jax.Array:
+def _fit(config: CacheConfig, state: CacheState, drafts: jax.Array) -> jax.Array:
+    """Whether the free blocks suffice for all decodes and these drafts."""
+    fields = layout(config)
+    need = [jnp.int32(0)] * len(config.pool_blocks)
+    for position, group in enumerate(config.geometry.paged):
+        fresh = _upto(config, state, position, drafts) - state.requests[:, fields.columns][:, position]
+        need[config.group_pool[group]] += fresh.sum(dtype=jnp.int32)
+    return jnp.stack([count <= pool.free_blocks(state, p) for p, count in enumerate(need)]).all()
+
+
+def _upto(config: CacheConfig, state: CacheState, position: int, drafts: jax.Array) -> jax.Array:
     """Columns that every decoding request must have in a group with a table: i32[R]."""
     fields = layout(config)
     block = config.group(config.geometry.paged[position]).block
-    end = state.requests[:, fields.COMPUTED] + 1 + _drafts(config, state) + config.slots_ahead
-    end = jnp.minimum(end, config.max_context)
+    end = jnp.minimum(state.requests[:, fields.COMPUTED] + 1 + drafts + config.slots_ahead, config.max_context)
     held = state.requests[:, fields.columns][:, position]
     return jnp.where(_decoding(config, state), jnp.maximum(-(-end // block), held), held)
 
 
-def _new_columns(config: CacheConfig, state: CacheState) -> list[jax.Array]:
-    """Blocks every pool has to give for the decodes of this step."""
-    fields = layout(config)
-    need = [jnp.int32(0)] * len(config.pool_blocks)
-    for position, group in enumerate(config.geometry.paged):
-        fresh = _upto(config, state, position) - state.requests[:, fields.columns][:, position]
-        need[config.group_pool[group]] += fresh.sum(dtype=jnp.int32)
-    return need
-
-
-def _extend_tables(config: CacheConfig, state: CacheState, rows: jax.Array) -> CacheState:
+def _extend_tables(config: CacheConfig, state: CacheState, rows: jax.Array, drafts: jax.Array) -> CacheState:
     fields = layout(config)
     lane = jnp.arange(config.max_requests)
-    uptos = [_upto(config, state, position) for position in range(len(config.geometry.paged))]
+    uptos = [_upto(config, state, position, drafts) for position in range(len(config.geometry.paged))]
     for position, group in enumerate(config.geometry.paged):
         held = state.requests[:, fields.columns][:, position]
         fresh = jnp.where(rows, uptos[position] - held, 0)
