@@ -39,13 +39,17 @@ class CacheConfig:
 
     pool_blocks: blocks of every pool, the null block 0 included. group_pool: pool of every group.
     max_requests: request slots. max_context: tokens a request may reach.
-    token_budget: tokens of a step. chunk_limit: tokens of one prefill chunk at most.
+    token_budget: tokens of a step. chunk_limit: tokens of one prefill chunk while several requests live.
+    chunk_adaptive: it may be as long as a fair share of the step's tokens. max_active: requests that run at once, None
+    for as many as there are slots. prefill_interval: steps from one with a prefill to the next, while others decode.
+    watermark: share of every pool that an admission leaves free while others run.
     max_prefills: prefill rows of a step at most. max_drafts: draft tokens a row verifies at most.
     slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes.
     draft, lookahead: see `Draft`; lookahead: tokens beyond a unit that its key covers.
     whole_prompts: admit a request once all its known tokens fit, not already when its first chunk does.
     priority: requests of a lower priority number go first, else the oldest.
-    placement: what a new state starts with; other values that need no more room may be set in the state.
+    placement: what a new state starts with; other values that need no more room may be set in the state, as those
+    from chunk_limit to watermark may.
     """
 
     geometry: SystemGeometry
@@ -55,6 +59,10 @@ class CacheConfig:
     max_context: int
     token_budget: int
     chunk_limit: int = 1 << 30
+    chunk_adaptive: bool = False
+    max_active: int | None = None
+    prefill_interval: int = 1
+    watermark: float = 0.0
     max_prefills: int = 8
     max_drafts: int = 0
     slots_ahead: int = 0
@@ -79,9 +87,13 @@ class CacheConfig:
             raise UserError("pool_blocks", self.pool_blocks, f"use at most {1 << 28} blocks in all, in powers of two")
         if self.token_budget >= 1 << 30:
             raise UserError("token_budget", self.token_budget, "use fewer than 2**30 tokens")
-        for field in ("max_requests", "max_context", "chunk_limit", "max_prefills"):
+        for field in ("max_requests", "max_context", "chunk_limit", "max_prefills", "prefill_interval"):
             if getattr(self, field) < 1:
                 raise UserError(field, getattr(self, field), "use at least 1")
+        if self.max_active is not None and self.max_active < 1:
+            raise UserError("max_active", self.max_active, "use at least 1, or None")
+        if not 0 <= self.watermark < 1:
+            raise UserError("watermark", self.watermark, "use a share of the pool, from 0 to below 1")
         for field in ("max_drafts", "slots_ahead"):
             if getattr(self, field) < 0:
                 raise UserError(field, getattr(self, field), "use 0 or more")
@@ -111,11 +123,21 @@ class CacheConfig:
 
     @functools.cached_property
     def program(self) -> CacheConfig:
-        """The configuration whose transitions serve this one too: how many blocks a pool has, and which states are
-        kept, stands in the state."""
+        """The configuration whose transitions serve this one too: how many blocks a pool has, which states are
+        kept, and who may start stands in the state."""
         ladder = (self.geometry.hit_unit,) * len(self.placement.ladder)
         room = Placement(junctions=self.placement.junctions, ladder=ladder, retention=self.interval(self.placement))
-        return dataclasses.replace(self, geometry=self.geometry.unsharded(), placement=room, pool_blocks=self.capacity)
+        return dataclasses.replace(
+            self,
+            geometry=self.geometry.unsharded(),
+            placement=room,
+            pool_blocks=self.capacity,
+            chunk_limit=1 << 30,
+            chunk_adaptive=False,
+            max_active=None,
+            prefill_interval=1,
+            watermark=0.0,
+        )
 
     def interval(self, placement: Placement) -> int:
         """Tokens between the states that retention alone asks for; 0 for none."""
@@ -136,7 +158,7 @@ class CacheConfig:
     @property
     def longest_chunk(self) -> int:
         """Tokens of the longest prefill chunk."""
-        return min(self.token_budget, self.chunk_limit, self.max_context)
+        return min(self.token_budget, self.max_context)
 
     @property
     def max_append(self) -> int:

@@ -25,12 +25,14 @@ KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
 # Columns of `CacheState.entries` behind the key.
 OWNER, CHILD, ENTRY_WORDS = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
 # Rows of `CacheState.pools`.
-STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE = range(5)
+STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE, RESERVED = range(6)
 # Entries of `CacheState.counters`. PLANNED, DONE: steps planned, and committed or withdrawn. SHORT: the last step had
-# work that found no blocks.
-CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ, PLANNED, DONE, SHORT, N_COUNTERS = range(10)
+# work that found no blocks. LAST_PREFILL: the last step that had a prefill.
+CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ = range(6)
+PLANNED, DONE, SHORT, LAST_PREFILL, N_COUNTERS = range(6, 11)
 # Entries of `CacheState.policy`; the ladder follows.
-TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS, LADDER = range(6)
+TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS = range(5)
+CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, LADDER = range(5, 10)
 
 
 class CacheState(NamedTuple):
@@ -48,9 +50,10 @@ class CacheState(NamedTuple):
     stack    i32[B]        free blocks without a key, per pool, last in first out
     ring     i32[4B, 2]    free blocks with keys, per pool, least recently released first;
                            (block, stamp), entries whose stamp is not the block's are stale
-    pools    i32[P, 5]     stack top, ring head, ring tail, free blocks, blocks there are besides the null
-    counters i32[9]        clock and totals
-    policy   i32[5 + L]    `Placement` as data
+    pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
+                           of them that an admission leaves free while others run
+    counters i32[10]       clock and totals
+    policy   i32[9 + L]    `Placement` and limits of the scheduler as data
     """
 
     requests: jax.Array
@@ -154,10 +157,15 @@ def layout(config: CacheConfig) -> RequestLayout:
 
 
 def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
-    """A placement as the data the transitions read: i32[5 + L]. Raises UserError if there is no room for it."""
+    """A placement, and the limits of a configuration, as the data the transitions read: i32[9 + L].
+
+    Raises UserError if there is no room for the placement.
+    """
     config.check_placement(placement)
     keep = int(placement.retention is None)
-    head = (placement.tail, placement.turn_end, placement.junctions, config.interval(placement), keep)
+    active = config.max_requests if config.max_active is None else config.max_active
+    kept = (placement.tail, placement.turn_end, placement.junctions, config.interval(placement), keep)
+    head = (*kept, config.chunk_limit, config.chunk_adaptive, active, config.prefill_interval)
     ladder = sorted(placement.ladder) + [0] * (len(config.placement.ladder) - len(placement.ladder))
     return np.array([*head, *ladder], np.int32)
 
@@ -165,7 +173,8 @@ def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
 def initial_state(config: CacheConfig) -> CacheState:
     """An empty cache: every block but the nulls is free, lowest id first."""
     usable = np.array(config.pool_blocks, np.int32) - 1
-    stack, pools = _all_free(config, jnp.asarray(usable))
+    reserved = np.array([int(config.watermark * blocks) for blocks in usable.tolist()], np.int32)
+    stack, pools = _all_free(config, jnp.asarray(usable), jnp.asarray(reserved))
     places = config.index_buckets * 8
     return CacheState(
         requests=jnp.zeros((config.max_requests, layout(config).size), jnp.int32),
@@ -184,16 +193,16 @@ def initial_state(config: CacheConfig) -> CacheState:
 
 def forget_all(config: CacheConfig, state: CacheState) -> CacheState:
     """The state with the same requests, totals, pools and policy, and no content. Nothing may be held."""
-    stack, pools = _all_free(config, state.pools[:, USABLE])
+    stack, pools = _all_free(config, state.pools[:, USABLE], state.pools[:, RESERVED])
     kept = {"requests": state.requests, "keys": state.keys, "counters": state.counters, "policy": state.policy}
     return initial_state(config)._replace(stack=stack, pools=pools, **kept)
 
 
-def _all_free(config: CacheConfig, usable: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Stack and pools when every block is free and has no key, the lowest ids on top. usable: i32[P]."""
+def _all_free(config: CacheConfig, usable: jax.Array, reserved: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Stack and pools when every block is free and has no key, the lowest ids on top. usable, reserved: i32[P]."""
     parts = []
     for pool, (first, room) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
         lane = jnp.arange(room, dtype=jnp.int32)
         parts.append(jnp.where(lane < usable[pool], first + usable[pool] - lane, 0))
     zero = jnp.zeros_like(usable)
-    return jnp.concatenate(parts), jnp.stack([usable, zero, zero, usable, usable], 1)
+    return jnp.concatenate(parts), jnp.stack([usable, zero, zero, usable, usable, reserved], 1)

@@ -21,7 +21,19 @@ from hybrid_kv.cache.checkpoints import (
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import Hit, lookup, no_hit
 from hybrid_kv.cache.publish import announce_units, publish_state
-from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, CacheState, layout, read_first
+from hybrid_kv.cache.state import (
+    ADAPTIVE,
+    CHUNK,
+    FREE,
+    FREE_BLOCKS,
+    RESERVED,
+    RUNNING,
+    SHORT,
+    SKIPPED_STATES,
+    CacheState,
+    layout,
+    read_first,
+)
 from hybrid_kv.schedule.decode import spare_states, unreused_states
 
 
@@ -61,7 +73,9 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     end = start + length
     have = _columns_held(config, request, hit, admit)
     upto = jnp.where(admit, known, end) if config.whole_prompts else end
-    done = ~waits & (length > 0) & _fits(state, _demand(config, state, have, upto, hit, admit))
+    others = (state.requests[:, fields.STATUS] == RUNNING).any()
+    reserved = jnp.where(admit & others, state.pools[:, RESERVED], 0)
+    done = ~waits & (length > 0) & _fits(state, _demand(config, state, have, upto, hit, admit), reserved)
     state, request = _adopt(config, state, row, hit, admit & done)
     state, request = _extend(config, state, row, request, have, end, done)
     points = wanted_points(config, state, request[fields.PROMPT], known, hit.hit, hit.shared)
@@ -75,8 +89,11 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
 
 
 def _length(config: CacheConfig, state: CacheState, start: jax.Array, known: jax.Array) -> jax.Array:
-    """Tokens of a chunk that begins at `start`."""
-    return jnp.minimum(jnp.minimum(known - start, budget_left(config, state)), config.chunk_limit)
+    """Tokens of a chunk that begins at `start`. The limit holds while several requests live."""
+    live = (state.requests[:, layout(config).STATUS] != FREE).sum(dtype=jnp.int32)
+    share = jnp.where(state.policy[ADAPTIVE] > 0, config.token_budget // jnp.maximum(live, 1), 0)
+    limit = jnp.where(live > 1, jnp.maximum(state.policy[CHUNK], share), config.token_budget)
+    return jnp.minimum(jnp.minimum(known - start, budget_left(config, state)), limit)
 
 
 def _give_up_if_alone(config: CacheConfig, state: CacheState, request: jax.Array, hit: Hit, admit: jax.Array) -> Hit:
@@ -133,8 +150,9 @@ def _demand(config: CacheConfig, state: CacheState, have: list[jax.Array], end: 
     return need
 
 
-def _fits(state: CacheState, need: list[jax.Array]) -> jax.Array:
-    return jnp.stack([count <= pool.free_blocks(state, p) for p, count in enumerate(need)]).all()
+def _fits(state: CacheState, need: list[jax.Array], reserved: jax.Array | int = 0) -> jax.Array:
+    """Whether every pool can give so many blocks and keep `reserved` (i32[P]) free."""
+    return (jnp.stack(need) + reserved <= state.pools[:, FREE_BLOCKS]).all()
 
 
 def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok: jax.Array):

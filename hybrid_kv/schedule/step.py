@@ -9,18 +9,30 @@ import jax.numpy as jnp
 
 from hybrid_kv.cache import pool
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import PLANNED, PREEMPTED, RUNNING, SHORT, WAITING, CacheState, layout
+from hybrid_kv.cache.state import (
+    ACTIVE,
+    LAST_PREFILL,
+    PLANNED,
+    PREEMPTED,
+    PREFILL_EVERY,
+    RUNNING,
+    SHORT,
+    WAITING,
+    CacheState,
+    layout,
+)
 from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
 from hybrid_kv.schedule.order import comes_after, first_of, last_running, may_preempt, preempt_last
 from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
 
 
 class _Loop(NamedTuple):
-    """decoded: the decodes have had their turn. tried: requests whose prefill has. rows: prefills planned.
-    short: somebody lacks blocks."""
+    """decoded: the decodes have had their turn. deferring: the step is left to them. tried: requests whose prefill has.
+    rows: prefills planned. short: somebody lacks blocks."""
 
     state: CacheState
     decoded: jax.Array
+    deferring: jax.Array
     tried: jax.Array
     rows: jax.Array
     stop: jax.Array
@@ -49,11 +61,23 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     before = state.counters[PREEMPTED]
     state = state._replace(counters=state.counters.at[PLANNED].add(1))
     no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
-    loop = _Loop(state, no, nobody, jnp.int32(0), no, no)
+    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), no, no)
     loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
     # Whether requests lack blocks decides about the states that the next step saves.
-    short = loop.short | (loop.state.counters[PREEMPTED] > before)
-    return loop.state._replace(counters=loop.state.counters.at[SHORT].set(short.astype(jnp.int32)))
+    state, fields = loop.state, layout(config)
+    short = loop.short | (state.counters[PREEMPTED] > before)
+    chunks = state.requests[:, fields.SCHEDULED] - state.requests[:, fields.VERIFYING] > 1
+    last = jnp.where(chunks.any(), state.counters[PLANNED], state.counters[LAST_PREFILL])
+    values = jnp.stack([short.astype(jnp.int32), last])
+    return state._replace(counters=state.counters.at[jnp.array([SHORT, LAST_PREFILL])].set(values))
+
+
+def _prefills_wait(config: CacheConfig, state: CacheState) -> jax.Array:
+    """Whether this step is left to those that decode."""
+    fields, requests, last = layout(config), state.requests, state.counters[LAST_PREFILL]
+    soon = (last > 0) & (state.counters[PLANNED] - last < state.policy[PREFILL_EVERY])
+    decoding = requests[:, fields.COMPUTED] >= requests[:, fields.KNOWN] - 1
+    return soon & ((requests[:, fields.STATUS] == RUNNING) & decoding).any()
 
 
 def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loop:
@@ -84,6 +108,7 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
     return _Loop(
         state=state,
         decoded=jnp.ones((), bool),
+        deferring=loop.deferring,
         tried=loop.tried.at[one.row].max(some),
         rows=rows,
         stop=stop,
@@ -94,7 +119,9 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
 def _next(config: CacheConfig, loop: _Loop, state: CacheState, preempted_before: jax.Array) -> _Next:
     fields = layout(config)
     status = state.requests[:, fields.STATUS]
-    started = (status == RUNNING) & (state.requests[:, fields.SCHEDULED] == 0) & ~loop.tried
-    waiting = (status == WAITING) & ~loop.tried & (state.counters[PREEMPTED] == preempted_before)
+    turn = ~loop.tried & ~loop.deferring
+    started = (status == RUNNING) & (state.requests[:, fields.SCHEDULED] == 0) & turn
+    room = (status == RUNNING).sum(dtype=jnp.int32) < state.policy[ACTIVE]
+    waiting = (status == WAITING) & turn & room & (state.counters[PREEMPTED] == preempted_before)
     admit = ~started.any()
     return _Next(first_of(config, state, jnp.where(admit, waiting, started)), started.any() | waiting.any(), admit)

@@ -26,8 +26,7 @@ from hybrid_kv.schedule.step import schedule
 
 # Rules that the compiled core does not have, with the value that asks for nothing.
 _MODEL_ONLY: dict[str, Any] = {
-    "steps_in_flight": 1, "max_active": None, "chunk_adaptive": False, "prefill_interval": 1, "watermark": 0,
-    "events": False, "emission": SEVERAL,
+    "steps_in_flight": 1, "events": False, "emission": SEVERAL,
 }  # fmt: skip
 
 
@@ -48,6 +47,10 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         max_context=max_context,
         token_budget=rules.token_budget,
         chunk_limit=rules.chunk_limit,
+        chunk_adaptive=rules.chunk_adaptive,
+        max_active=rules.max_active,
+        prefill_interval=rules.prefill_interval,
+        watermark=rules.watermark,
         max_prefills=slots,
         max_drafts=drafts,
         slots_ahead=rules.slots_ahead,

@@ -59,7 +59,8 @@ def test_an_aborted_step_publishes_nothing_and_a_committed_one_all():
     serving.step()
     serving.abort(slot)
     serving.assert_sound()
-    assert serve(serving, tokens) in (0, 128)
+    # The running state it had reached is kept as well.
+    assert serve(serving, tokens) == 128
 
 
 def test_a_withdrawn_step_is_planned_again():
@@ -279,6 +280,46 @@ def test_reset_is_refused_while_a_request_runs_and_forgets_all_after():
     assert serve(serving, prompt(0, 40)) == 0
 
 
+def test_drafts_give_way_where_their_rows_find_no_blocks():
+    geometry = resolve([GroupSpec("mla", "mla", 4)])
+    small = CacheConfig(
+        geometry, (5,), (0,), max_requests=1, max_context=64, token_budget=64, max_drafts=3, slots_ahead=0
+    )
+    serving = Serving(small)
+    serving.add(prompt(0, 10), 6)  # four blocks at its longest, as many as there are
+    serving.run(steps=20)
+    assert not serving.live and serving.preemptions == 0
+
+
+def test_pools_and_placements_of_like_sizes_share_a_program():
+    one, other = config(blocks=11, states=20), config(placement=Placement(tail=False, turn_end=False))
+    assert one.program == other.program != config(requests=5).program
+    assert np.asarray(initial_state(one).pools)[:, 4].tolist() == [10, 19]
+
+
+def test_limits_hold_while_others_run():
+    alone = Serving(config(max_active=1))
+    for seed in range(2):
+        alone.add(prompt(seed, 20), 2)
+    assert [alone.step().rows for _ in range(3)] == [1, 1, 1] and alone.hits == [0, 0]
+    spaced = Serving(config(prefill_interval=3))
+    spaced.add(prompt(0, 20), 9)
+    spaced.step()
+    spaced.add(prompt(1, 20))
+    assert [spaced.step().rows for _ in range(3)] == [1, 1, 2]
+    careful = Serving(config(watermark=0.6))
+    careful.add(prompt(0, 20), 3)
+    careful.step()
+    careful.add(prompt(1, 250), 1)  # 16 of 38 free blocks, and 24 have to stay free
+    assert [int(careful.step().slot[0]) for _ in range(3)] == [0, 0, 1]
+    bounded = Serving(config(chunk_limit=32))
+    bounded.add(prompt(0, 100), 1)
+    assert bounded.step().length[0] == 100
+    for seed in (1, 2):
+        bounded.add(prompt(seed, 100), 1)
+    assert bounded.step().length[:2].tolist() == [32, 32]
+
+
 def test_the_state_has_few_arrays_and_starts_clean():
     state = initial_state(config())
     assert len(state) == 11
@@ -294,6 +335,12 @@ def test_the_state_has_few_arrays_and_starts_clean():
         ({"token_budget": 3}, "token_budget: got 3; every one of 4"),
         ({"max_requests": 0}, "max_requests"),
         ({"placement": Placement(ladder=(24,))}, "placement.ladder: got 24"),
+        ({"placement": Placement(retention=24)}, "placement.retention: got 24"),
+        ({"max_active": 0}, "max_active: got 0"),
+        ({"prefill_interval": 0}, "prefill_interval: got 0"),
+        ({"watermark": 1.0}, "watermark: got 1.0"),
+        ({"lookahead": 1}, "lookahead: got 1"),
+        ({"max_drafts": -1}, "max_drafts: got -1"),
     ],
 )
 def test_configurations_that_cannot_work_are_refused(change, words):

@@ -1,5 +1,6 @@
 """Random shared-prefix traffic never reads content of another prefix and leaks nothing."""
 
+import collections
 import functools
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.drafts import Draft
+from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PREEMPTED
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
 
@@ -82,35 +84,49 @@ CONFIGS = {
 }
 
 
+def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
+    """Random requests with shared prompts, withdrawals and aborts, to the end; counts what happened.
+
+    Raises AssertionError for a wrong read, a broken invariant, a stall or a leak.
+    """
+    rng = np.random.default_rng(seed)
+    serving = Serving(config, seed)
+    stems = [rng.integers(0, 3, 60) for _ in range(2)]
+    queue = []
+    for _ in range(25):
+        stem = stems[rng.integers(2)][: rng.integers(0, 60)]
+        prompt = np.concatenate([stem, rng.integers(0, 3, rng.integers(1, 25))])
+        queue += [(prompt, int(rng.integers(1, 10)))] * int(rng.integers(1, 3))
+    free = np.asarray(serving.state.pools)[:, FREE_BLOCKS].copy()
+    counts: collections.Counter[str] = collections.Counter(requests=len(queue))
+    for _ in range(4000):
+        while queue and len(serving.live) < config.max_requests and rng.random() < 0.7:
+            prompt, answer = queue.pop()
+            serving.add(prompt, answer, priority=int(rng.integers(0, 3)))
+        if not serving.live:
+            if not queue:
+                break
+            continue
+        plan = serving.plan()
+        counts["steps"] += 1
+        if rng.random() < 0.05:
+            serving.withdraw()
+            counts["withdrawn"] += 1
+            continue
+        serving.execute(plan)
+        if rng.random() < 0.05:
+            serving.abort(int(rng.choice(list(serving.live))))
+            counts["aborted"] += 1
+        serving.commit(plan)
+        serving.assert_sound()
+    assert not serving.live and not queue, "requests are left"
+    assert np.array_equal(np.asarray(serving.state.pools)[:, FREE_BLOCKS], free), "blocks are left in use"
+    totals = np.asarray(serving.state.counters)
+    counts.update(hits=sum(serving.hits), evicted=int(totals[EVICTED]), preempted=int(totals[PREEMPTED]))
+    return counts
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_random_traffic_is_sound_and_leaves_nothing_behind(name):
-    config = CONFIGS[name]
-    for seed in range(2):
-        rng = np.random.default_rng(seed)
-        serving = Serving(config, seed)
-        stems = [rng.integers(0, 3, 60) for _ in range(2)]
-        queue = []
-        for _ in range(25):
-            stem = stems[rng.integers(2)][: rng.integers(0, 60)]
-            prompt = np.concatenate([stem, rng.integers(0, 3, rng.integers(1, 25))])
-            queue += [(prompt, int(rng.integers(1, 10)))] * int(rng.integers(1, 3))
-        free = np.asarray(serving.state.pools)[:, 3].copy()
-        for _ in range(4000):
-            while queue and len(serving.live) < config.max_requests and rng.random() < 0.7:
-                prompt, answer = queue.pop()
-                serving.add(prompt, answer, priority=int(rng.integers(0, 3)))
-            if not serving.live:
-                if not queue:
-                    break
-                continue
-            plan = serving.plan()
-            if rng.random() < 0.05:
-                serving.withdraw()
-                continue
-            serving.execute(plan)
-            if rng.random() < 0.05:
-                serving.abort(int(rng.choice(list(serving.live))))
-            serving.commit(plan)
-            serving.assert_sound()
-        assert not serving.live and not queue
-        assert np.array_equal(np.asarray(serving.state.pools)[:, 3], free)
+    counts = sum((traffic(CONFIGS[name], seed) for seed in range(2)), collections.Counter())
+    assert counts["hits"] and counts["evicted"] and counts["withdrawn"] and counts["aborted"]
