@@ -90,17 +90,19 @@ def spell_out(config: CacheConfig, state: CacheState) -> StepPlan:
         copies.append(jnp.stack([source, jnp.where(source > 0, target, 0)], -1))
     read, write, emit_slots = [], [], []
     emitted = requests[:, fields.emit_slot].reshape(config.max_requests, fields.emissions, fields.recurrent)
-    # Every boundary that the row may reach goes to the turn-end slot; the last one stays.
+    # Every boundary that the row may reach goes to the turn-end slot whose turn it is; the last one stays there.
     back = jnp.arange(config.turn_candidates - 1, -1, -1, dtype=jnp.int32) * geometry.hit_unit
     turn = requests[:, fields.EMIT_TURN, None] - back
     turn = jnp.where(turn > requests[:, fields.COMPUTED, None], turn, 0)
+    which = turn // geometry.hit_unit % fields.turns
+    turn_slots = requests[:, fields.turn_slot].reshape(config.max_requests, fields.turns, fields.recurrent)
     for position, index in enumerate(geometry.recurrent):
         running = requests[:, fields.running][:, position]
         hit_state = requests[:, fields.read][:, position]
         own = jnp.where(requests[:, fields.COMPUTED] > 0, running, 0)
         read.append(local(jnp.where(hit_state > 0, hit_state, own), index))
         write.append(local(running, index))
-        turn_slot = jnp.where(turn > 0, requests[:, fields.turn_slot][:, position, None], 0)
+        turn_slot = jnp.where(turn > 0, jnp.take_along_axis(turn_slots[:, :, position], which, 1), 0)
         emit_slots.append(local(jnp.concatenate([emitted[:, :, position], turn_slot], 1), index))
     positions = jnp.concatenate([requests[:, fields.emit_position], turn], 1)
     return StepPlan(

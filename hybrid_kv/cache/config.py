@@ -233,6 +233,15 @@ class CacheConfig:
         return self.wanted + self._retained_per_chunk(self.placement)
 
     @functools.cached_property
+    def turn_slots(self) -> int:
+        """Slots in which a decoding request keeps its last boundaries in turn.
+
+        One, or more where tokens beyond a boundary must be known before anyone can resume there.
+        """
+        beyond = self.longest_lag * self.unit + max(self.lookahead - 1, 0)
+        return 1 + -(-beyond // self.geometry.hit_unit)
+
+    @functools.cached_property
     def turn_candidates(self) -> int:
         """Hit boundaries that one verified row may cross."""
         return -(-self.max_append // self.geometry.hit_unit)

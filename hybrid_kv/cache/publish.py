@@ -156,16 +156,18 @@ def withdraw_states(config: CacheConfig, state: CacheState, slots: jax.Array) ->
 
 
 def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """File the state of the last hit boundary of the generated text, if the request holds one.
+    """File the state of the last hit boundary of the generated text that can be resumed at, if the request holds one.
 
-    Not while a step in flight overwrites the slot: what it holds is then settled by nobody.
+    Not while a step in flight overwrites one of the slots: what they hold is then settled by nobody.
     """
     fields = layout(config)
     request = state.requests[row]
     named = (named_units(config, request[fields.KNOWN]) - config.longest_lag) * config.unit
-    settled = (request[fields.EMIT_TURN] == 0) & (request[fields.TURN] <= named)
-    length = jnp.where(settled, request[fields.TURN], 0)
-    return publish_state(config, state, row, length, request[fields.turn_slot], jnp.zeros((), bool))
+    settled = (request[fields.EMIT_TURN] == 0) & (request[fields.turn] <= named)
+    lengths = jnp.where(settled, request[fields.turn], 0)
+    last = jnp.argmax(lengths)
+    slots = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)[last]
+    return publish_state(config, state, row, lengths[last], slots, jnp.zeros((), bool))
 
 
 def leave_prefill(config: CacheConfig, state: CacheState, row: jax.Array, settled: jax.Array) -> CacheState:

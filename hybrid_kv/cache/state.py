@@ -75,22 +75,23 @@ class RequestLayout:
 
     status, seq (order of arrival), prompt, known (prompt and answer), computed (committed),
     scheduled (in flight, drafts included), flags (1: skip the cache, 2: salted), hit, junction, reason,
-    preemptions, turn (length the turn-end state holds; 0: none), emit_turn (last boundary the step may
-    overwrite it with), admitted (no step since its admission is committed), priority, drafts (proposed for the
-    next step), verifying (of the scheduled tokens).
+    preemptions, emit_turn (last boundary that the step may save as a turn's end), admitted (no step since its
+    admission is committed), priority, drafts (proposed for the next step), verifying (of the scheduled tokens).
     Then per group with a table: columns in use, source of a pending copy-on-write, units filed, first column that a
-    window has not left; per recurrent group: running, read and turn-end slot; the points of the request; the
-    emissions of the step in flight: positions, then a slot for each recurrent group.
+    window has not left; per recurrent group: running and read slot; the lengths that the turn-end slots hold (0: none)
+    and the slots, `CacheConfig.turn_slots` for each recurrent group; the points of the request; the emissions of the
+    step in flight: positions, then a slot for each recurrent group.
     """
 
     paged: int
     recurrent: int
     wanted: int
     emissions: int
+    turns: int
 
     STATUS, SEQ, PROMPT, KNOWN, COMPUTED, SCHEDULED, FLAGS, HIT, JUNCTION, REASON = range(10)
-    PREEMPTIONS, TURN, EMIT_TURN, ADMITTED, PRIORITY, DRAFTS, VERIFYING = range(10, 17)
-    _FIRST = 17
+    PREEMPTIONS, EMIT_TURN, ADMITTED, PRIORITY, DRAFTS, VERIFYING = range(10, 16)
+    _FIRST = 16
 
     @property
     def columns(self) -> slice:
@@ -117,8 +118,13 @@ class RequestLayout:
         return slice(self.running.stop, self.running.stop + self.recurrent)
 
     @property
+    def turn(self) -> slice:
+        return slice(self.read.stop, self.read.stop + self.turns)
+
+    @property
     def turn_slot(self) -> slice:
-        return slice(self.read.stop, self.read.stop + self.recurrent)
+        """[turns, recurrent] flattened."""
+        return slice(self.turn.stop, self.turn.stop + self.turns * self.recurrent)
 
     @property
     def points(self) -> slice:
@@ -153,7 +159,9 @@ def read_first(read: Callable[[CacheState], T], state: CacheState) -> T:
 def layout(config: CacheConfig) -> RequestLayout:
     """The request columns of a configuration."""
     geometry = config.geometry
-    return RequestLayout(len(geometry.paged), len(geometry.recurrent), config.wanted, config.emissions)
+    return RequestLayout(
+        len(geometry.paged), len(geometry.recurrent), config.wanted, config.emissions, config.turn_slots
+    )
 
 
 def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:

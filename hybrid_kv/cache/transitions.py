@@ -100,15 +100,18 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
     kept = scheduled - verified + jnp.where(verified > 0, jnp.maximum(outcome.produced - 1, 0), 0)
     computed = start + kept
     step = config.geometry.hit_unit
-    boundary = jnp.minimum(computed, requests[:, fields.EMIT_TURN]) // step * step
-    turn = jnp.where((requests[:, fields.EMIT_TURN] > 0) & (boundary > start), boundary, requests[:, fields.TURN])
+    # Of the boundaries that were crossed, the last one stays in each slot of the ring.
+    top = jnp.minimum(computed, requests[:, fields.EMIT_TURN]) // step
+    slot = jnp.arange(fields.turns, dtype=jnp.int32)
+    boundary = (top[:, None] - (top[:, None] - slot) % fields.turns) * step
+    crossed = (requests[:, fields.EMIT_TURN, None] > 0) & (boundary > start[:, None])
+    turn = jnp.where(crossed, boundary, requests[:, fields.turn])
     ran = scheduled > 0
     columns = jnp.array(
         [
             fields.COMPUTED,
             fields.SCHEDULED,
             fields.VERIFYING,
-            fields.TURN,
             fields.EMIT_TURN,
             fields.ADMITTED,
             fields.DRAFTS,
@@ -116,7 +119,8 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
     )
     admitted = jnp.where(ran, 0, requests[:, fields.ADMITTED])
     none = jnp.zeros_like(computed)
-    requests = requests.at[:, columns].set(jnp.stack([computed, none, none, turn, none, admitted, none], 1))
+    requests = requests.at[:, columns].set(jnp.stack([computed, none, none, none, admitted, none], 1))
+    requests = requests.at[:, fields.turn].set(turn)
     counters = state.counters.at[DONE].set(state.counters[PLANNED])
     state = _append(config, state._replace(requests=requests, counters=counters), outcome)
     state = publish_units(config, state)
@@ -218,9 +222,10 @@ def release_request(config: CacheConfig, state: CacheState, row: jax.Array) -> C
         table = jax.lax.dynamic_slice(state.tables, (row, first), (1, config.columns[position]))[0]
         held[config.group_pool[group]] += [table[::-1], request[fields.copy_source][position : position + 1]]
     emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
     for position, group in enumerate(geometry.recurrent):
-        slots = jnp.stack([request[s][position] for s in (fields.running, fields.turn_slot, fields.read)])
-        held[config.group_pool[group]] += [slots, emitted[:, position]]
+        slots = jnp.stack([request[part][position] for part in (fields.running, fields.read)])
+        held[config.group_pool[group]] += [slots[:1], turns[:, position], slots[1:], emitted[:, position]]
     for number, ids in held.items():
         state = pool.release(config, state, number, jnp.concatenate(ids))
     return state._replace(requests=state.requests.at[row].set(0), tables=state.tables.at[row].set(0))

@@ -94,10 +94,10 @@ def _extend_tables(config: CacheConfig, state: CacheState, rows: jax.Array, draf
 
 
 def _keep_turn_end(config: CacheConfig, state: CacheState, rows: jax.Array, drafts: jax.Array) -> CacheState:
-    """Let decodes that may complete a hit unit save their state in their own turn-end slot.
+    """Let decodes that may complete a hit unit save their state in their own turn-end slots.
 
-    The slot is overwritten at every boundary and filed once, when the request ends: only then is
-    the last boundary known. A slot is optional: it displaces no state that was reused, and it is given only if a
+    Boundaries overwrite the slots in turn, and one is filed when the request ends: only then is the last boundary
+    known. Slots are optional: they displace no state that was reused, and are given only if a
     state stays free for each request that waits, and for one that may come; else the boundary is skipped.
     """
     fields = layout(config)
@@ -113,14 +113,16 @@ def _keep_turn_end(config: CacheConfig, state: CacheState, rows: jax.Array, draf
         spare_states(config, state) - jnp.maximum(waiting, idle), unreused_states(config, state, config.max_requests)
     )
     room = jnp.where(state.counters[SHORT] > 0, 0, room)
-    granted = lacks & (jnp.cumsum(lacks.astype(jnp.int32)) <= room)
-    count = granted.sum(dtype=jnp.int32)
-    nth = jnp.maximum(jnp.cumsum(granted.astype(jnp.int32)) - 1, 0)
+    granted = lacks & (fields.turns * jnp.cumsum(lacks.astype(jnp.int32)) <= room)
+    count = fields.turns * granted.sum(dtype=jnp.int32)
+    nth = fields.turns * jnp.maximum(jnp.cumsum(granted.astype(jnp.int32)) - 1, 0)
     for position, group in enumerate(config.geometry.recurrent):
-        state, ids = pool.take(config, state, config.group_pool[group], count, config.max_requests)
-        column = fields.turn_slot.start + position
-        slots = jnp.where(granted, ids[nth], state.requests[:, column])
-        state = state._replace(requests=state.requests.at[:, column].set(slots))
+        most = fields.turns * config.max_requests
+        state, ids = pool.take(config, state, config.group_pool[group], count, most)
+        for turn in range(fields.turns):
+            column = fields.turn_slot.start + turn * fields.recurrent + position
+            slots = jnp.where(granted, ids[nth + turn], state.requests[:, column])
+            state = state._replace(requests=state.requests.at[:, column].set(slots))
     saved = crossing & (granted | ~lacks)
     emit = jnp.where(saved, boundary, state.requests[:, fields.EMIT_TURN])
     return state._replace(

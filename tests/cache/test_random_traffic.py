@@ -130,3 +130,14 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
 def test_random_traffic_is_sound_and_leaves_nothing_behind(name):
     counts = sum((traffic(CONFIGS[name], seed) for seed in range(2)), collections.Counter())
     assert counts["hits"] and counts["evicted"] and counts["withdrawn"] and counts["aborted"]
+
+
+def test_the_next_turn_resumes_where_a_drafter_can_prove_the_end_of_the_last_one():
+    serving = Serving(CONFIGS["drafts, dropped"])
+    slot = serving.add(np.random.default_rng(0).integers(0, 3, 20), 15)
+    tokens = serving.live[slot][0]
+    serving.run()
+    # 35 tokens are known and 34 computed; the state at 32 is proven by one unit more, so it is the one before.
+    serving.add([*tokens, 0, 1, 2])
+    serving.run()
+    assert serving.hits == [0, 28]
