@@ -17,8 +17,8 @@ from hybrid_kv.cache import transitions
 from hybrid_kv.cache.check import check
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.drafts import Draft
-from hybrid_kv.cache.lookup import window_start
 from hybrid_kv.cache.reasons import Reason
+from hybrid_kv.cache.reference.lookup import window_units
 from hybrid_kv.cache.state import PREEMPTED, initial_state
 from hybrid_kv.plan import StepPlan, plan_step
 
@@ -143,7 +143,7 @@ class Serving:
 
     def _read(self, position, group, table, prefix, start, end) -> None:
         rows, geometry = self.rows[position], self.config.group(group)
-        first = int(window_start(geometry, np.int32(start))) if geometry.kind.windowed else 0
+        first = window_units(geometry, start, 1).start if geometry.kind.windowed else 0
         for p in range(first, start):
             found = rows.get((int(table[p // geometry.block]), p % geometry.block))
             assert table[p // geometry.block] > 0 and found == prefix[p + 1 + self._ahead(group)], (

@@ -145,7 +145,7 @@ def test_a_hole_ends_the_hit():
 
 
 def test_least_recently_used_content_goes_first_and_hits_count_as_use():
-    serving = Serving(config(blocks=8, states=10, requests=1))
+    serving = Serving(config(blocks=8, states=10, max_active=1))
     first, second, third = (prompt(seed, 33) for seed in range(3))
     for tokens in (first, second, third, first):
         serve(serving, tokens)
@@ -177,7 +177,7 @@ def test_unkeyed_blocks_are_reused_first_then_the_tail_of_a_prefix_before_its_he
 
 
 def test_a_block_hit_is_never_evicted_by_the_same_admission():
-    serving = Serving(config(blocks=5, states=8, requests=1))
+    serving = Serving(config(blocks=5, states=8, max_active=1))
     serve(serving, prompt(0, 33))
     assert serve(serving, [*prompt(0, 33)[:32], *prompt(1, 20)]) == 32
 

@@ -28,11 +28,16 @@ def workload(config: CacheConfig, requests: int) -> closed_loop.Workload:
         stem = texts[rng.integers(len(texts))]
         tokens = np.concatenate([stem[: rng.integers(0, 45)], rng.integers(0, 3, rng.integers(2, 12))])
         totals.append(len(tokens))
-        prompts.append(int(rng.integers(max(1, len(tokens) - 8), len(tokens))))
+        prompts.append(int(rng.integers(max(1, len(tokens) // 3), len(tokens))))
         texts.append(tokens)
         chain = hashing.chain(tokens.astype(np.int32), config.unit, hashing.seed())
         keys[number, : len(chain)] = chain
     return closed_loop.Workload(jnp.array(prompts, jnp.int32), jnp.array(totals, jnp.int32), jnp.asarray(keys))
+
+
+def compiled(function, **options):
+    """Small states are bound by the number of operations, so the machine code need not be optimised."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
 
 
 def assert_same(one, other) -> None:
@@ -41,19 +46,19 @@ def assert_same(one, other) -> None:
 
 
 def test_ten_thousand_steps_in_one_scan_are_those_taken_one_by_one():
-    cache = config()
+    cache = config(pool_blocks=(15, 8), whole_prompts=False)
     load = workload(cache, 4_000)
-    step = jax.jit(functools.partial(closed_loop.step, cache), donate_argnums=1)
+    step = compiled(functools.partial(closed_loop.step, cache), donate_argnums=1)
     progress, decided = closed_loop.begin(cache, initial_state(cache)), []
     for _ in range(10_000):
         progress, decisions = step(load, progress)
         decided.append(decisions)
     taken = jax.tree.map(lambda *parts: np.stack([np.asarray(part) for part in parts]), *decided)
-    serve = jax.jit(functools.partial(closed_loop.serve, cache, steps=10_000))
+    serve = compiled(functools.partial(closed_loop.serve, cache, steps=10_000))
     _, scanned = serve(load, closed_loop.begin(cache, initial_state(cache)))
     assert_same(scanned, taken)
     hits = np.asarray(scanned.hit)
-    assert int(np.asarray(scanned.preempted)[-1]) > 50 and (hits > 0).sum() > 500 and (hits == 0).sum() > 100
+    assert int(np.asarray(scanned.preempted)[-1]) > 0 and (hits > 0).sum() > 100 and (hits == 0).sum() > 50
 
 
 def test_sixty_four_policies_side_by_side_decide_as_each_alone():
@@ -69,8 +74,8 @@ def test_sixty_four_policies_side_by_side_decide_as_each_alone():
         state = initial_state(cache)._replace(policy=policy)
         return closed_loop.serve(cache, load, closed_loop.begin(cache, state), 200)[1]
 
-    together = jax.jit(jax.vmap(run))(data)
-    alone = jax.jit(run)
+    together = compiled(jax.vmap(run))(data)
+    alone = compiled(run)
     hits = []
     for number in range(64):
         mine = jax.tree.map(lambda part, number=number: part[number], together)

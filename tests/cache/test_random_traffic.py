@@ -42,9 +42,7 @@ def _kinds(specs: list[GroupSpec], blocks: int, dcp: int = 1, **more) -> CacheCo
 CONFIGS = {
     "plain": _config(1, 1, False, 8, ()),
     "partial hits, striped": _config(2, 1, False, 4, (16,)),
-    "two recurrent groups": _config(1, 2, False, 8, ()),
     "one pool for all": _config(2, 2, True, 8, (16,)),
-    "attention only": _config(2, 0, False, 4, ()),
     "admitted by the chunk": _config(1, 1, False, 8, (16,), whole=False),
     "windows, every block kept": _kinds(
         [

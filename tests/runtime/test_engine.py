@@ -324,7 +324,8 @@ def test_what_free_blocks_and_states_hold_reaches_no_token(make_engine):
     state, offset = engine._controller.state, engine.config.pool_offset
     nameless = ~(np.asarray(state.blocks)[:, PLACES:] > 0).any(1)
     nameless[list(offset)] = False  # the null blocks
-    mla, states = nameless[: offset[1]], nameless[offset[1] :]
+    blocks, slots = engine.config.pool_blocks
+    mla, states = nameless[:blocks], nameless[offset[1] : offset[1] + slots]
     caches = engine._device.caches
     engine._device.caches = type(caches)(*(
         jax.device_put(np.where(free.reshape(-1, *[1] * (array.ndim - 2)), np.nan, np.asarray(array)), array.sharding)
