@@ -86,14 +86,11 @@ class Row:
     start: int
     length: int
     drafts: int
+    samples: bool
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        return self.end - self.drafts == len(self.request.tokens)
 
 
 @dataclasses.dataclass
@@ -178,8 +175,9 @@ class Core:
                 step.preempted.append(request.name)
             request.computed, request.drafts = int(row[fields.COMPUTED]), 0
             if row[fields.SCHEDULED]:
-                drafts = int(row[fields.VERIFYING])
-                step.rows.append(Row(request, request.computed, int(row[fields.SCHEDULED]), drafts))
+                drafts, length = int(row[fields.VERIFYING]), int(row[fields.SCHEDULED])
+                samples = request.computed + length - drafts == len(request.tokens)
+                step.rows.append(Row(request, request.computed, length, drafts, samples))
                 step.copies += int((row[fields.copy_source] > 0).sum())
                 if row[fields.ADMITTED]:
                     hit = int(row[fields.HIT])
