@@ -8,12 +8,10 @@ tokens. Every step gives each request a token and now and then completes a unit.
 """
 
 import argparse
-import functools
 import json
 import statistics
 import time
 
-import jax
 import numpy as np
 
 from hybrid_kv import hashing
@@ -21,6 +19,7 @@ from hybrid_kv.cache import transitions
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import RUNNING, initial_state, layout
 from hybrid_kv.geometry import GroupSpec, resolve
+from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.step import schedule
 
 UNIT, SHORTEST, LONGEST = 64, 1_000, 2_000
@@ -43,9 +42,10 @@ def configuration(running: int, recurrent: int) -> CacheConfig:
 
 def measure(running: int, recurrent: int, steps: int) -> dict:
     """Seconds of compilation, and milliseconds of schedule and of commit."""
-    config, fields = configuration(running, recurrent), layout(configuration(running, recurrent))
-    jit = lambda function: jax.jit(functools.partial(function, config), donate_argnums=0)  # noqa: E731
-    arrive, plan, commit = jit(transitions.arrive), jit(schedule), jit(transitions.commit)
+    config = configuration(running, recurrent)
+    fields = layout(config)
+    steps = (transitions.arrive, schedule, transitions.commit)
+    arrive, plan, commit = (compiled(transition, config) for transition in steps)
     state, rng = initial_state(config), np.random.default_rng(0)
     started = time.perf_counter()
     for _ in range(running):

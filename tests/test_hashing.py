@@ -38,7 +38,10 @@ def test_a_key_is_the_blake2s_of_parent_tokens_lookahead_and_extra():
     extra = ExtraKeys(Adapter("a", "/p"), (Media("cat", 1, 2),), np.ones((3, 2), np.float32))
     parent = hashlib.blake2s(struct.pack("<Q", 4) + b"salt" + b"s" * 16, digest_size=16).digest()
     assert hashing.seed("salt", b"s" * 16).tobytes() == parent
-    sized = lambda data: struct.pack("<Q", len(data)) + data  # noqa: E731
+
+    def sized(data: bytes) -> bytes:
+        return struct.pack("<Q", len(data)) + data
+
     adapter = b"A" + sized(b"a") + sized(b"/p")
     rows = b"E" + sized(b"<f4 float32 (3, 2)") + sized(np.ones(6, "<f4").tobytes())
     last = b"E" + sized(b"<f4 float32 (1, 2)") + sized(np.ones(2, "<f4").tobytes())

@@ -66,7 +66,10 @@ def wanted_points(
     ladder from fine to coarse. Repeats are blanked.
     """
     step, policy = config.geometry.hit_unit, state.policy
-    down = lambda tokens, grid: jnp.maximum(tokens, 0) // jnp.maximum(grid, 1) * grid  # noqa: E731
+
+    def down(tokens: jax.Array, grid: int | jax.Array) -> jax.Array:
+        return jnp.maximum(tokens, 0) // jnp.maximum(grid, 1) * grid
+
     tails = []
     for tokens in (prompt, known):
         # The last tokens that a key covers, or that prove a draft group's unit, are computed again.

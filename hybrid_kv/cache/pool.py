@@ -46,6 +46,11 @@ def free_blocks(state: CacheState, pool: int) -> jax.Array:
     return state.pools[pool, FREE_BLOCKS]
 
 
+def fits(state: CacheState, need: list[jax.Array], reserved: jax.Array | int = 0) -> jax.Array:
+    """Whether every pool can give so many blocks and keep `reserved` (i32[P]) free."""
+    return (jnp.stack(need) + reserved <= state.pools[:, FREE_BLOCKS]).all()
+
+
 def take(
     config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int
 ) -> tuple[CacheState, jax.Array]:
@@ -83,6 +88,7 @@ def take(
     ids, head, _ = jax.lax.while_loop(unfinished, scan_window, (ids, head, from_stack))
     rows = read_first(lambda state: state.blocks[ids], state)
     evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
+    # True of every id; it makes the writes below wait for the rows to be read, see `read_first`.
     ids = jnp.where(rows[:, REF] == 0, ids, 0)
     state = index.remove_blocks(state, jnp.where(lane < from_stack, 0, ids))
     row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])

@@ -48,7 +48,7 @@ class CacheState(NamedTuple):
                            of the unit that was filed behind this one (`FORKED`: of several)
     ghosts   u32[J]        fingerprints of evicted keys, direct mapped
     stack    i32[B]        free blocks without a key, per pool, last in first out
-    ring     i32[4B, 2]    free blocks with keys, per pool, least recently released first;
+    ring     i32[6B, 2]    free blocks with keys, per pool, least recently released first;
                            (block, stamp), entries whose stamp is not the block's are stale
     pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
                            of them that an admission leaves free while others run

@@ -44,7 +44,6 @@ class Outcome(NamedTuple):
 
     produced i32[R]: tokens appended; a row that verified drafts keeps one less of them. finished bool[R]: the request
     ends with this step. unit_keys u32[R, A, 4]: keys of the hash units that the appended tokens complete, in order.
-    drafts i32[R]: draft tokens to verify in the next step.
     """
 
     produced: Ints
@@ -107,20 +106,10 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
     crossed = (requests[:, fields.EMIT_TURN, None] > 0) & (boundary > start[:, None])
     turn = jnp.where(crossed, boundary, requests[:, fields.turn])
     ran = scheduled > 0
-    columns = jnp.array(
-        [
-            fields.COMPUTED,
-            fields.SCHEDULED,
-            fields.VERIFYING,
-            fields.EMIT_TURN,
-            fields.ADMITTED,
-            fields.DRAFTS,
-        ]
-    )
     admitted = jnp.where(ran, 0, requests[:, fields.ADMITTED])
-    none = jnp.zeros_like(computed)
-    requests = requests.at[:, columns].set(jnp.stack([computed, none, none, none, admitted, none], 1))
-    requests = requests.at[:, fields.turn].set(turn)
+    over = jnp.array([fields.SCHEDULED, fields.VERIFYING, fields.EMIT_TURN, fields.DRAFTS])
+    requests = requests.at[:, over].set(0).at[:, fields.turn].set(turn)
+    requests = requests.at[:, fields.COMPUTED].set(computed).at[:, fields.ADMITTED].set(admitted)
     counters = state.counters.at[DONE].set(state.counters[PLANNED])
     state = _append(config, state._replace(requests=requests, counters=counters), outcome)
     state = publish_units(config, state)
@@ -147,16 +136,10 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     share content that it would have written.
     """
     fields = layout(config)
-
-    def forget(config, state, row):
-        admitted = state.requests[row, fields.ADMITTED]
-        state = _forget_plan(config, state, row)
-        drop = lambda _, state: _drop_emissions(config, state, row)  # noqa: E731
-        state = jax.lax.fori_loop(0, 1 - admitted, drop, state)
-        return jax.lax.fori_loop(0, admitted, lambda _, state: _wait_again(config, state, row), state)
-
-    scheduled = state.requests[:, fields.SCHEDULED] > 0
-    state = _for_rows(config, scheduled, forget, pool.compact(config, state))
+    scheduled, admitted = state.requests[:, fields.SCHEDULED] > 0, state.requests[:, fields.ADMITTED] > 0
+    state = _for_rows(config, scheduled, _forget_plan, pool.compact(config, state))
+    state = _for_rows(config, scheduled & ~admitted, _settle, state)
+    state = _for_rows(config, admitted, _wait_again, state)
     return state._replace(counters=state.counters.at[DONE].set(state.counters[PLANNED]))
 
 
@@ -216,18 +199,17 @@ def release_request(config: CacheConfig, state: CacheState, row: jax.Array) -> C
         if geometry.groups[group].kind.windowed:
             state = part(config, state, row, position, jnp.int32(config.columns[position]))
     request = state.requests[row]
-    held: dict[int, list[jax.Array]] = {number: [] for number in range(len(config.pool_blocks))}
+    emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
+    held = []
     for position, group in enumerate(geometry.paged):
         first = config.column_offset[position]
         table = jax.lax.dynamic_slice(state.tables, (row, first), (1, config.columns[position]))[0]
-        held[config.group_pool[group]] += [table[::-1], request[fields.copy_source][position : position + 1]]
-    emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
-    turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
+        held += [(group, table[::-1]), (group, request[fields.copy_source][position : position + 1])]
     for position, group in enumerate(geometry.recurrent):
-        slots = jnp.stack([request[part][position] for part in (fields.running, fields.read)])
-        held[config.group_pool[group]] += [slots[:1], turns[:, position], slots[1:], emitted[:, position]]
-    for number, ids in held.items():
-        state = pool.release(config, state, number, jnp.concatenate(ids))
+        own, read = (request[part][position : position + 1] for part in (fields.running, fields.read))
+        held.append((group, jnp.concatenate([own, turns[:, position], read, emitted[:, position]])))
+    state = _drop(config, state, held)
     return state._replace(requests=state.requests.at[row].set(0), tables=state.tables.at[row].set(0))
 
 
@@ -256,14 +238,14 @@ def _settle(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     """Drop the pins of what a row read, copied from and saved; what it saved was filed when it was planned."""
     fields, geometry = layout(config), config.geometry
     request = state.requests[row]
-    pinned: dict[int, list[jax.Array]] = {number: [] for number in range(len(config.pool_blocks))}
-    for position, group in enumerate(geometry.paged):
-        pinned[config.group_pool[group]].append(request[fields.copy_source][position : position + 1])
     emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    pinned = []
+    for position, group in enumerate(geometry.paged):
+        pinned.append((group, request[fields.copy_source][position : position + 1]))
     for position, group in enumerate(geometry.recurrent):
-        pinned[config.group_pool[group]] += [request[fields.read][position : position + 1], emitted[:, position]]
-    for number, ids in pinned.items():
-        state = pool.release(config, state, number, jnp.concatenate(ids))
+        read = request[fields.read][position : position + 1]
+        pinned.append((group, jnp.concatenate([read, emitted[:, position]])))
+    state = _drop(config, state, pinned)
     request = request.at[fields.copy_source].set(0).at[fields.read].set(0)
     request = request.at[fields.emit_position].set(0).at[fields.emit_slot].set(0)
     return state._replace(requests=state.requests.at[row].set(request))
@@ -281,14 +263,12 @@ def _forget_plan(config: CacheConfig, state: CacheState, row: jax.Array) -> Cach
     return state._replace(requests=state.requests.at[row, columns].set(0))
 
 
-def _drop_emissions(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """Drop a row's references to the slots it emits to."""
-    fields = layout(config)
-    slots = state.requests[row, fields.emit_slot].reshape(fields.emissions, fields.recurrent)
-    for position, group in enumerate(config.geometry.recurrent):
-        state = pool.release(config, state, config.group_pool[group], slots[:, position])
-    requests = state.requests.at[row, fields.emit_position].set(0).at[row, fields.emit_slot].set(0)
-    return state._replace(requests=requests)
+def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Array]]) -> CacheState:
+    """Drop one reference of all given blocks, (group, i32[n] ids), each pool at once and in this order."""
+    for number in range(len(config.pool_blocks)):
+        ids = [ids for group, ids in parts if config.group_pool[group] == number]
+        state = pool.release(config, state, number, jnp.concatenate(ids))
+    return state
 
 
 def _append(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheState:

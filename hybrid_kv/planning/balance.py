@@ -21,6 +21,7 @@ from hybrid_kv.planning.sizing import Budget, check_retention, largest, memory_o
 
 Block = tuple[int, int]  # group, and the prefix whose end it holds
 Served = tuple[Sequence[int], Sequence[int]]  # prompt, answer
+_EVERYWHERE = Placement()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,10 @@ class Demand:
 
     def horizon(self, usable: Sequence[int]) -> int:
         """Successive requests of which every pool holds everything, given its blocks besides the null block."""
-        fits = lambda n: all(want <= have for want, have in zip(self.required(n), usable, strict=True))  # noqa: E731
+
+        def fits(requests: int) -> bool:
+            return all(want <= have for want, have in zip(self.required(requests), usable, strict=True))
+
         return largest(self.requests, fits)
 
     def _private(self, pool: int) -> int:
@@ -67,7 +71,10 @@ def balance(demand: Demand) -> Budget:
     Raises UserError if the memory does not hold the live requests.
     """
     budget, sizes = demand.budget, [pool.block_bytes for pool in demand.layout.pools]
-    bytes_for = lambda horizon: memory_of(demand.layout, demand.required(horizon))  # noqa: E731
+
+    def bytes_for(horizon: int) -> int:
+        return memory_of(demand.layout, demand.required(horizon))
+
     if bytes_for(0) > budget.memory:
         fix = f"{demand.live} live requests of {budget.max_context} tokens take {bytes_for(0)} bytes with null blocks"
         raise UserError("memory", budget.memory, f"{fix}: give that, or plan for fewer or shorter ones")
@@ -83,7 +90,7 @@ def trace_demand(
     budget: Budget,
     requests: Sequence[Served],
     *,
-    placement: Placement = Placement(),  # noqa: B008 - frozen
+    placement: Placement = _EVERYWHERE,
     live: int = 1,
 ) -> Demand:
     """What requests, as (prompt, answer) tokens in the order served, would touch if nothing were ever evicted.

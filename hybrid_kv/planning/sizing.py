@@ -208,9 +208,11 @@ def _check_request(plan: PoolPlan) -> None:
         if have >= want:
             continue
         if budget.split is None and budget.blocks is None:
-            taken = lambda tokens: memory_of(layout, pool_need(layout, tokens, budget))  # noqa: E731
-            fits = largest(context, lambda tokens: taken(tokens) <= budget.memory)
-            fix = f"one request of {context} tokens takes {taken(context)} bytes with null blocks: give that"
+            fits = largest(
+                context, lambda tokens: memory_of(layout, pool_need(layout, tokens, budget)) <= budget.memory
+            )
+            taken = memory_of(layout, pool_need(layout, context, budget))
+            fix = f"one request of {context} tokens takes {taken} bytes with null blocks: give that"
             raise UserError("memory", budget.memory, fix + _or_shorter(fits))
         field = "split" if budget.blocks is None else "blocks"
         fix = f"one request of {context} tokens needs {want} blocks of it besides the null block: give it more"

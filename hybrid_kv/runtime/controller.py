@@ -5,8 +5,6 @@ Every transition consumes the state it is given and keeps the one it returns, so
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import numpy as np
 
@@ -17,25 +15,9 @@ from hybrid_kv.cache.state import FREE_BLOCKS, PLACES, REF, initial_state
 from hybrid_kv.cache.transitions import Outcome
 from hybrid_kv.hashing import KEY_WORDS
 from hybrid_kv.plan import StepPlan, plan_step
+from hybrid_kv.schedule.programs import compiled
 
-
-@functools.cache
-def _compiled(config: CacheConfig):
-    # Transitions are thousands of small operations: optimising their machine code was measured to change
-    # no run time and to make compilation a third longer.
-    options = {"xla_backend_optimization_level": 1}
-
-    def jit(transition):
-        return jax.jit(functools.partial(transition, config), donate_argnums=0, compiler_options=options)
-
-    return {
-        "arrive": jit(transitions.arrive),
-        "plan": jit(plan_step),
-        "commit": jit(transitions.commit),
-        "withdraw": jit(transitions.withdraw),
-        "abort": jit(transitions.abort),
-        "reset": jit(transitions.reset),
-    }
+_TRANSITIONS = ("arrive", "commit", "withdraw", "abort", "reset")
 
 
 class Controller:
@@ -45,8 +27,8 @@ class Controller:
         self.config = config
         self.device = jax.local_devices(backend="cpu")[0]
         self.state = jax.device_put(initial_state(config), self.device)
-        # Meshes and placements share the programs.
-        self._jit = _compiled(config.program)
+        steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in _TRANSITIONS}}
+        self._jit = {name: compiled(transition, config) for name, transition in steps.items()}
 
     def arrive(self, prompt_length: int, flags: int, keys: np.ndarray) -> None:
         """Queue a request in the lowest free slot; the caller knows that one is free."""

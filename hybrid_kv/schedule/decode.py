@@ -18,7 +18,7 @@ def decodes_fit(config: CacheConfig, state: CacheState) -> jax.Array:
 def schedule_decodes(config: CacheConfig, state: CacheState) -> CacheState:
     """Schedule every request whose prompt is done, if blocks suffice for all of them.
 
-    Drafts are verified as far as the budget goes, oldest slot first, and not at all in a step in which their rows would
+    Drafts are verified as far as the budget goes, lowest slot first, and not at all in a step in which their rows would
     find no blocks; the tokens themselves always fit the budget.
     """
     fields = layout(config)
@@ -61,7 +61,7 @@ def _fit(config: CacheConfig, state: CacheState, drafts: jax.Array) -> jax.Array
     for position, group in enumerate(config.geometry.paged):
         fresh = _upto(config, state, position, drafts) - state.requests[:, fields.columns][:, position]
         need[config.group_pool[group]] += fresh.sum(dtype=jnp.int32)
-    return jnp.stack([count <= pool.free_blocks(state, p) for p, count in enumerate(need)]).all()
+    return pool.fits(state, need)
 
 
 def _upto(config: CacheConfig, state: CacheState, position: int, drafts: jax.Array) -> jax.Array:
@@ -109,15 +109,13 @@ def _keep_turn_end(config: CacheConfig, state: CacheState, rows: jax.Array, draf
     lacks = crossing & (state.requests[:, fields.turn_slot.start] == 0)
     waiting = (state.requests[:, fields.STATUS] == WAITING).sum(dtype=jnp.int32)
     idle = (state.requests[:, fields.STATUS] != RUNNING).any().astype(jnp.int32)
-    room = jnp.minimum(
-        spare_states(config, state) - jnp.maximum(waiting, idle), unreused_states(config, state, config.max_requests)
-    )
+    most = fields.turns * config.max_requests
+    room = jnp.minimum(spare_states(config, state) - jnp.maximum(waiting, idle), unreused_states(config, state, most))
     room = jnp.where(state.counters[SHORT] > 0, 0, room)
     granted = lacks & (fields.turns * jnp.cumsum(lacks.astype(jnp.int32)) <= room)
     count = fields.turns * granted.sum(dtype=jnp.int32)
     nth = fields.turns * jnp.maximum(jnp.cumsum(granted.astype(jnp.int32)) - 1, 0)
     for position, group in enumerate(config.geometry.recurrent):
-        most = fields.turns * config.max_requests
         state, ids = pool.take(config, state, config.group_pool[group], count, most)
         for turn in range(fields.turns):
             column = fields.turn_slot.start + turn * fields.recurrent + position

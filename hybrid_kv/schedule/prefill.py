@@ -21,11 +21,11 @@ from hybrid_kv.cache.checkpoints import (
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import Hit, lookup, no_hit
 from hybrid_kv.cache.publish import announce_units, publish_state
+from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import (
     ADAPTIVE,
     CHUNK,
     FREE,
-    FREE_BLOCKS,
     RESERVED,
     RUNNING,
     SHORT,
@@ -57,7 +57,7 @@ def chunk_fits(config: CacheConfig, state: CacheState, row: jax.Array) -> jax.Ar
     start = request[fields.COMPUTED]
     end = start + _length(config, state, start, request[fields.KNOWN])
     hit = no_hit(config)
-    return _fits(state, _demand(config, state, _columns_held(config, request, hit, no), end, hit, no))
+    return pool.fits(state, _demand(config, state, _columns_held(config, request, hit, no), end, hit, no))
 
 
 def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array) -> Chunk:
@@ -75,7 +75,7 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     upto = jnp.where(admit, known, end) if config.whole_prompts else end
     others = (state.requests[:, fields.STATUS] == RUNNING).any()
     reserved = jnp.where(admit & others, state.pools[:, RESERVED], 0)
-    done = ~waits & (length > 0) & _fits(state, _demand(config, state, have, upto, hit, admit), reserved)
+    done = ~waits & (length > 0) & pool.fits(state, _demand(config, state, have, upto, hit, admit), reserved)
     state, request = _adopt(config, state, row, hit, admit & done)
     state, request = _extend(config, state, row, request, have, end, done)
     points = wanted_points(config, state, request[fields.PROMPT], known, hit.hit, hit.shared)
@@ -101,8 +101,9 @@ def _give_up_if_alone(config: CacheConfig, state: CacheState, request: jax.Array
     fields = layout(config)
     need = _demand(config, state, _columns_held(config, request, hit, admit), request[fields.KNOWN], hit, admit)
     alone = admit & ~(state.requests[:, fields.STATUS] == RUNNING).any()
-    give_up = alone & ~_fits(state, need)
-    bare = no_hit(config)._replace(junction=hit.junction, shared=hit.shared, reason=hit.reason)
+    give_up = alone & ~pool.fits(state, need)
+    reason = jnp.where(hit.hit > 0, jnp.int32(Reason.CAPPED), hit.reason)
+    bare = no_hit(config)._replace(junction=hit.junction, shared=hit.shared, reason=reason)
     return jax.tree.map(lambda none, found: jnp.where(give_up, none, found), bare, hit)
 
 
@@ -148,11 +149,6 @@ def _demand(config: CacheConfig, state: CacheState, have: list[jax.Array], end: 
         woken = pool.unreferenced(state, hit.states[position : position + 1])
         need[config.group_pool[group]] += jnp.where(admit, 1 + woken, 0)
     return need
-
-
-def _fits(state: CacheState, need: list[jax.Array], reserved: jax.Array | int = 0) -> jax.Array:
-    """Whether every pool can give so many blocks and keep `reserved` (i32[P]) free."""
-    return (jnp.stack(need) + reserved <= state.pools[:, FREE_BLOCKS]).all()
 
 
 def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok: jax.Array):

@@ -6,7 +6,6 @@ Requests beyond the request slots wait outside, in the order they came.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +21,11 @@ from hybrid_kv.cache.reference.lookup import Hit
 from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, RUNNING, CacheState, initial_state, layout
 from hybrid_kv.errors import UserError
+from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.step import schedule
 
 # Rules that the compiled core does not have, with the value that asks for nothing.
-_MODEL_ONLY: dict[str, Any] = {
-    "steps_in_flight": 1, "events": False, "emission": SEVERAL,
-}  # fmt: skip
+_MODEL_ONLY: dict[str, Any] = {"steps_in_flight": 1, "events": False, "emission": SEVERAL}
 
 
 def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheConfig:
@@ -109,16 +107,6 @@ class _Pool:
     evicted: int = 0
 
 
-@functools.cache
-def _compiled(config: CacheConfig):
-    def jit(transition, donate=(0,)):
-        options = {"xla_backend_optimization_level": 0}
-        return jax.jit(functools.partial(transition, config), compiler_options=options, donate_argnums=donate)
-
-    named = {name: jit(getattr(transitions, name)) for name in ("arrive", "commit", "abort", "propose", "reset")}
-    return {**named, "schedule": jit(schedule), "lookup": jit(lookup.lookup, donate=())}
-
-
 class Core:
     """See the module; methods as those of `cache.reference.Model`."""
 
@@ -126,7 +114,9 @@ class Core:
         self.rules, self.config = rules, config
         self.requests: dict[str, Request] = {}
         self._state = initial_state(config)
-        self._jit = _compiled(config.program)
+        names = ("arrive", "commit", "abort", "propose", "reset")
+        self._jit = {name: compiled(getattr(transitions, name), config) for name in names}
+        self._jit |= {"schedule": compiled(schedule, config), "lookup": compiled(lookup.lookup, config, consumes=False)}
         self._slots: list[Request | None] = [None] * config.max_requests
         self._outside: list[Request] = []
         self._seen = self._host()
@@ -185,7 +175,7 @@ class Core:
                     step.admitted[request.name] = Hit(hit, depth, Reason(int(row[fields.REASON])))
         return step
 
-    def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> list[Any]:
+    def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> None:
         slots = self.config.max_requests
         keys = np.zeros((slots, transitions.keys_per_append(self.config), hashing.KEY_WORDS), np.uint32)
         outcome = transitions.Outcome(np.zeros(slots, np.int32), np.zeros(slots, bool), keys)
@@ -202,7 +192,6 @@ class Core:
         for name in ended:
             self._leave(self.requests[name])
         self._seen = self._host()
-        return []
 
     def propose(self, name: str, drafts: int) -> None:
         """Draft tokens to verify in the request's next row."""

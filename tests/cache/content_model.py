@@ -21,37 +21,17 @@ from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import window_units
 from hybrid_kv.cache.state import PREEMPTED, initial_state
 from hybrid_kv.plan import StepPlan, plan_step
-
-
-# Small states are bound by the number of operations, so the machine code need not be optimised.
-class Transition:
-    """A transition, compiled once for all configurations that share a program."""
-
-    def __init__(self, transition) -> None:
-        options = {"xla_backend_optimization_level": 0}
-        self._compiled = jax.jit(transition, static_argnums=0, compiler_options=options)
-        self._cache_size = self._compiled._cache_size
-
-    def __call__(self, config: CacheConfig, *rest):
-        return self._compiled(config.program, *rest)
-
-
-_arrive, _plan, _commit = Transition(transitions.arrive), Transition(plan_step), Transition(transitions.commit)
-_abort, _withdraw, _propose = (
-    Transition(transitions.abort),
-    Transition(transitions.withdraw),
-    Transition(transitions.propose),
-)
+from hybrid_kv.schedule.programs import compiled
 
 
 class Serving:
-    """Cache, make-believe device and make-believe sampler of one configuration.
-
-    answers: request slot -> tokens to sample instead of drawn ones.
-    """
+    """Cache, make-believe device and make-believe sampler of one configuration. compiled: its transitions."""
 
     def __init__(self, config: CacheConfig, seed: int = 0) -> None:
         self.config, self.state = config, initial_state(config)
+        names = ("arrive", "commit", "abort", "withdraw", "propose")
+        steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in names}}
+        self.compiled = {name: compiled(step, config, consumes=False) for name, step in steps.items()}
         self.rng = np.random.default_rng(seed)
         self.rows: list[dict] = [{} for _ in config.geometry.paged]
         self.states: list[dict] = [{} for _ in config.geometry.recurrent]
@@ -65,13 +45,13 @@ class Serving:
         chain = unit_keys(self.config, tokens)
         keys = np.zeros((self.config.units, 4), np.uint32)
         keys[: len(chain)] = chain
-        self.state, slot = _arrive(self.config, self.state, len(tokens), flags, keys, priority)
+        self.state, slot = self.compiled["arrive"](self.state, len(tokens), flags, keys, priority)
         assert int(slot) >= 0
         self.live[int(slot)] = [tokens, len(tokens) + answer]
         return int(slot)
 
     def plan(self) -> StepPlan:
-        self.state, plan = _plan(self.config, self.state)
+        self.state, plan = self.compiled["plan"](self.state)
         return jax.tree.map(np.asarray, plan)
 
     def step(self) -> StepPlan:
@@ -162,25 +142,25 @@ class Serving:
                 self.admissions.append((slot, int(plan.hit[i]), int(plan.junction[i]), reason))
             if slot in self.live and slot in self._sampled:
                 tokens, limit = self.live[slot]
-                before = named(self.config, len(tokens))
+                before = hashing.key_count(len(tokens), self.config.unit, self.config.lookahead)
                 tokens += self._sampled[slot]
                 produced[slot], finished[slot] = len(self._sampled[slot]), len(tokens) >= limit
                 fresh = unit_keys(self.config, tokens)[before:]
                 keys[slot, : len(fresh)] = fresh
                 drafts[slot] = self.rng.integers(0, self.config.max_drafts + 1)
         self.preemptions = int(plan.counters[PREEMPTED])
-        self.state = _commit(self.config, self.state, transitions.Outcome(produced, finished, keys))
+        self.state = self.compiled["commit"](self.state, transitions.Outcome(produced, finished, keys))
         if self.config.max_drafts:
-            self.state = _propose(self.config, self.state, drafts)
+            self.state = self.compiled["propose"](self.state, drafts)
         for slot in np.flatnonzero(finished):
             del self.live[int(slot)]
 
     def abort(self, slot: int) -> None:
-        self.state = _abort(self.config, self.state, slot)
+        self.state = self.compiled["abort"](self.state, slot)
         del self.live[slot]
 
     def withdraw(self) -> None:
-        self.state = _withdraw(self.config, self.state)
+        self.state = self.compiled["withdraw"](self.state)
 
     def run(self, steps: int = 100_000) -> int:
         """Serve until nothing is live; checks invariants and progress after every step."""
@@ -199,11 +179,6 @@ class Serving:
     @property
     def hits(self) -> list[int]:
         return [hit for _, hit, _, _ in self.admissions]
-
-
-def named(config: CacheConfig, known: int) -> int:
-    """Units of `known` tokens that have a key."""
-    return max(known - config.lookahead, 0) // config.unit
 
 
 def unit_keys(config: CacheConfig, tokens: list[int]) -> np.ndarray:

@@ -34,6 +34,15 @@ def columns(bench: Bench, name: str) -> list[list[int]]:
     return [sorted(table) for table in bench.model.requests[name].tables]
 
 
+def hit_without(bench: Bench, prompt, evicted) -> int:
+    """Evict blocks, (group, end of a unit each holds), and send the prompt again as "b"; its hit."""
+    for group, end in evicted:
+        bench.forget(prompt, group, end)
+    bench.arrive("b", prompt, answer=2)
+    bench.schedule()
+    return bench.hits["b"]
+
+
 @pytest.mark.parametrize(
     ("evicted", "hit"),
     [
@@ -45,11 +54,7 @@ def test_full_attention_and_two_windows_agree_on_one_hit(evicted, hit):  # D9
     bench = three(32)
     prompt = tokens(0, 55)
     bench.serve(a=prompt)
-    for group, end in evicted:
-        bench.forget(prompt, group, end)
-    bench.arrive("b", prompt, answer=2)
-    bench.schedule()
-    assert bench.hits["b"] == hit
+    assert hit_without(bench, prompt, evicted) == hit
     if not evicted:
         # The block the windows have left is not taken up; the last of each is new.
         assert columns(bench, "b") == [[0, 1, 2, 3], [1, 2, 3], [1, 2, 3]]
@@ -71,11 +76,7 @@ def test_a_draft_layers_hit_ends_a_unit_early_and_needs_no_proof_beyond(evicted,
     prompt = tokens(0, 6 * 16 + 7)
     bench.serve(a=prompt)
     assert bench.filed(prompt, 0) == [16, 32, 48, 64, 80]
-    for group, end in evicted:
-        bench.forget(prompt, group, end)
-    bench.arrive("b", prompt, answer=2)
-    bench.schedule()
-    assert bench.hits["b"] == hit
+    assert hit_without(bench, prompt, evicted) == hit
     if not evicted:
         assert columns(bench, "b") == [[0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 3, 4, 5, 6]]
 

@@ -9,7 +9,6 @@ import pytest
 
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.geometry import GroupSpec, resolve
-from tests.cache import content_model
 from tests.cache.bench import tokens
 from tests.cache.content_model import Serving
 
@@ -119,7 +118,7 @@ def test_a_resume_inside_a_block_runs_on_and_names_no_skipped_boundary(core):  #
 
 def test_nothing_compiles_after_the_first_steps(core):  # 97
     serve(core, tokens(0, 70), 2)
-    jitted = [content_model._arrive, content_model._plan, content_model._commit]
+    jitted = [core.compiled[name] for name in ("arrive", "plan", "commit")]
     before = [jit._cache_size() for jit in jitted]
     hits = [serve(core, prompt, answer) for prompt, answer in (
         (tokens(1, 70), 2),  # no hit

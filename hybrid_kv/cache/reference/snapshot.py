@@ -36,8 +36,6 @@ class Snapshot:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Snapshot) and self._fields == other._fields
 
-    __hash__ = None  # type: ignore[assignment]
-
     def restore(self) -> None:
         """Put every field back."""
         for one, fields in self._fields:
