@@ -12,10 +12,11 @@ import json
 import statistics
 import time
 
+import jax
 import numpy as np
 
 from hybrid_kv import hashing
-from hybrid_kv.cache import transitions
+from hybrid_kv.cache import flights, transitions
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import RUNNING, initial_state, layout
 from hybrid_kv.geometry import GroupSpec, resolve
@@ -63,10 +64,10 @@ def measure(running: int, recurrent: int, steps: int) -> dict:
         state.requests.block_until_ready()
         planned = time.perf_counter()
         rows = np.asarray(state.requests)
-        scheduled = rows[:, fields.SCHEDULED]
-        produced = (scheduled > 0) & (rows[:, fields.COMPUTED] + scheduled == rows[:, fields.KNOWN])
+        row = jax.device_get(flights.at(config, state.requests, 0))
+        scheduled, produced = row.scheduled, row.promised
         keys = rng.integers(0, 1 << 32, (running, 1, hashing.KEY_WORDS), dtype=np.uint32)
-        outcome = transitions.Outcome(produced.astype(np.int32), finished, keys)
+        outcome = transitions.Outcome(produced, finished, keys)
         handed = time.perf_counter()
         state = commit(state, outcome)
         state.requests.block_until_ready()

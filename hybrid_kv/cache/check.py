@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from hybrid_kv.cache import flights
 from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
 from hybrid_kv.cache.state import (
     DONE,
     FREE,
     FREE_BLOCKS,
+    LOADING,
     OWNER,
     PENDING_STEP,
     PLACES,
@@ -36,7 +39,8 @@ def _references(config: CacheConfig, state: CacheState) -> list[str]:
     fields, requests = layout(config), state.requests
     held = [state.tables.ravel()]
     held += [requests[:, part].ravel() for part in (fields.copy_source, fields.running, fields.read, fields.turn_slot)]
-    held.append(requests[:, fields.emit_slot].ravel())
+    saved = _flights(config, state).slots.ravel()
+    held.append(saved)
     ids = np.concatenate(held)
     counted = np.bincount(ids[ids > 0], minlength=config.total_blocks)[: config.total_blocks]
     wrong = np.flatnonzero(counted != state.blocks[:, REF])
@@ -44,12 +48,16 @@ def _references(config: CacheConfig, state: CacheState) -> list[str]:
     problems = [f"block {b}: {state.blocks[b, REF]} references, {counted[b]} holders" for b in wrong]
     keyed = (state.blocks[:, PLACES:] > 0).any(1)
     problems += [f"null block {b} is referenced or keyed" for b in nulls if counted[b] or keyed[b]]
-    writes = (fields.running, fields.turn_slot, fields.emit_slot)
-    written = np.concatenate([requests[:, part].ravel() for part in writes])
+    written = np.concatenate([saved, requests[:, fields.running].ravel(), requests[:, fields.turn_slot].ravel()])
     states, writers = np.unique(written[written > 0], return_counts=True)
     problems += [f"state {b} has two writers" for b in states[writers > 1]]
     problems += [f"state {b} is written while it has a key" for b in states[keyed[states] & _settled(state, states)]]
     return problems
+
+
+def _flights(config: CacheConfig, state: CacheState) -> flights.Flight:
+    """Records of all requests and steps in flight, on the host."""
+    return jax.device_get(flights.every(config, jnp.asarray(state.requests)))
 
 
 def _settled(state: CacheState, blocks: np.ndarray) -> np.ndarray:
@@ -98,18 +106,19 @@ def _index(config: CacheConfig, state: CacheState) -> list[str]:
 
 
 def _requests(config: CacheConfig, state: CacheState) -> list[str]:
-    fields, problems = layout(config), []
+    fields, rows, problems = layout(config), _flights(config, state), []
     for slot in np.flatnonzero(state.requests[:, fields.STATUS] != FREE):
         row = state.requests[slot]
-        known, computed, scheduled = (int(row[i]) for i in (fields.KNOWN, fields.COMPUTED, fields.SCHEDULED))
-        drafts = int(row[fields.VERIFYING])
-        if not 0 <= computed + scheduled - drafts <= known <= config.max_context:
-            problems.append(f"request {slot}: computed {computed} + scheduled {scheduled}, known {known}")
+        known, computed = int(row[fields.KNOWN]), int(row[fields.COMPUTED])
+        scheduled, promised = int(rows.scheduled[slot].sum()), int(rows.promised[slot].sum())
+        if not (0 <= computed + scheduled <= known + promised and known <= config.max_context):
+            problems.append(f"request {slot}: computed {computed} + {scheduled}, known {known} + {promised}")
         if row[fields.HIT] > max(known - 1, 0) or row[fields.HIT] % config.geometry.hit_unit:
             problems.append(
                 f"request {slot}: hit {row[fields.HIT]} of {known} tokens at unit {config.geometry.hit_unit}"
             )
-        if row[fields.STATUS] == WAITING and (row[fields.running].any() or state.tables[slot].any()):
+        loads = row[fields.LOAD] >= LOADING
+        if row[fields.STATUS] == WAITING and not loads and (row[fields.running].any() or state.tables[slot].any()):
             problems.append(f"request {slot}: waits but holds blocks")
         for position, group in enumerate(config.geometry.paged):
             first, used, left = (
@@ -120,8 +129,8 @@ def _requests(config: CacheConfig, state: CacheState) -> list[str]:
             table = state.tables[slot, first : first + config.columns[position]]
             if row[fields.STATUS] == RUNNING and used < config.group(group).columns(int(computed + scheduled)):
                 problems.append(f"request {slot}: {used} columns of {config.group(group).name} are too few")
-            if (table[left:used] == 0).any() or table[:left].any() or table[used:].any():
+            if not loads and ((table[left:used] == 0).any() or table[:left].any() or table[used:].any()):
                 problems.append(f"request {slot}: table of {config.group(group).name} does not match its length")
-    if state.requests[:, fields.SCHEDULED].sum() > config.token_budget:
+    if (rows.scheduled.sum(0) > config.token_budget).any():
         problems.append("more tokens are scheduled than a step may have")
     return problems

@@ -7,6 +7,7 @@ import functools
 import math
 
 from hybrid_kv.cache.drafts import Draft
+from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, Tokens, Truth, checkpoint_valid
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupGeometry, GroupKind, SystemGeometry
 
@@ -43,11 +44,14 @@ class CacheConfig:
     chunk_adaptive: it may be as long as a fair share of the step's tokens. max_active: requests that run at once, None
     for as many as there are slots. prefill_interval: steps from one with a prefill to the next, while others decode.
     watermark: share of every pool that an admission leaves free while others run.
+    steps_in_flight: steps that may be planned and not yet committed. 2: one is planned while the one before it runs.
     max_prefills: prefill rows of a step at most. max_drafts: draft tokens a row verifies at most.
     slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes.
     draft, lookahead: see `Draft`; lookahead: tokens beyond a unit that its key covers.
     whole_prompts: admit a request once all its known tokens fit, not already when its first chunk does.
     priority: requests of a lower priority number go first, else the oldest.
+    loads: a store outside the pools may bring content, see `cache.external`.
+    emission: states that the back end can save inside a chunk; where it cannot save what is wanted, the chunk ends.
     placement: what a new state starts with; other values that need no more room may be set in the state, as those
     from chunk_limit to watermark may.
     """
@@ -63,6 +67,7 @@ class CacheConfig:
     max_active: int | None = None
     prefill_interval: int = 1
     watermark: float = 0.0
+    steps_in_flight: int = 1
     max_prefills: int = 8
     max_drafts: int = 0
     slots_ahead: int = 0
@@ -70,6 +75,8 @@ class CacheConfig:
     lookahead: int = 0
     whole_prompts: bool = True
     priority: bool = False
+    loads: bool = False
+    emission: EmissionCapability = SEVERAL
     placement: Placement = Placement()
     prefix_caching: bool = True
 
@@ -87,7 +94,8 @@ class CacheConfig:
             raise UserError("pool_blocks", self.pool_blocks, f"use at most {1 << 28} blocks in all, in powers of two")
         if self.token_budget >= 1 << 30:
             raise UserError("token_budget", self.token_budget, "use fewer than 2**30 tokens")
-        for field in ("max_requests", "max_context", "chunk_limit", "max_prefills", "prefill_interval"):
+        counts = ("max_requests", "max_context", "chunk_limit", "max_prefills", "prefill_interval", "steps_in_flight")
+        for field in counts:
             if getattr(self, field) < 1:
                 raise UserError(field, getattr(self, field), "use at least 1")
         if self.max_active is not None and self.max_active < 1:
@@ -102,6 +110,9 @@ class CacheConfig:
             raise UserError("token_budget", self.token_budget, fix)
         if self.lookahead < 0 or (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
             raise UserError("lookahead", self.lookahead, "give at least 1 with draft=lookahead, 0 otherwise")
+        if self.emission.max_per_chunk < 0 or self.emission.alignment < 1:
+            fix = "use 0 or more states a chunk, at multiples of 1 or more tokens"
+            raise UserError("emission", self.emission, fix)
         self.check_placement(self.placement)
 
     def check_placement(self, placement: Placement) -> None:
@@ -232,19 +243,42 @@ class CacheConfig:
         """States one prefill chunk saves at most."""
         return self.wanted + self._retained_per_chunk(self.placement)
 
+    @property
+    def saves_anywhere(self) -> bool:
+        """Whether a row can save any number of states at any boundary."""
+        return self.emission.max_per_chunk >= self.max_context and self.emission.alignment == 1
+
+    def can_save(self, start: Tokens, end: Tokens, boundary: Tokens) -> Truth:
+        """Whether the back end can save a state inside a chunk [start, end)."""
+        emission = self.emission
+        if not emission.max_per_chunk:
+            return False
+        if emission.anchored:
+            return boundary % emission.alignment == 0
+        able: Truth = True
+        for group in self.geometry.recurrent:
+            able &= checkpoint_valid(start, end, boundary, self.unit, self.group(group).block, emission.alignment)
+        return able
+
     @functools.cached_property
     def turn_slots(self) -> int:
         """Slots in which a decoding request keeps its last boundaries in turn.
 
-        One, or more where tokens beyond a boundary must be known before anyone can resume there.
+        One; more where tokens beyond a boundary must be known before anyone can resume there; and one for every further
+        step in flight, since a request may turn out to have ended before it.
         """
         beyond = self.longest_lag * self.unit + max(self.lookahead - 1, 0)
-        return 1 + -(-beyond // self.geometry.hit_unit)
+        return 1 + -(-beyond // self.geometry.hit_unit) + self.steps_in_flight - 1
 
     @functools.cached_property
     def turn_candidates(self) -> int:
-        """Hit boundaries that one verified row may cross."""
-        return -(-self.max_append // self.geometry.hit_unit)
+        """Hit boundaries that one verified row may cross, wherever drafts in flight let it start."""
+        return -(-(self.max_append + self.most_slack) // self.geometry.hit_unit)
+
+    @property
+    def most_slack(self) -> int:
+        """Tokens that a row may start earlier than planned: the drafts of the steps in flight before it."""
+        return (self.steps_in_flight - 1) * self.max_drafts
 
     @functools.cached_property
     def index_buckets(self) -> int:
@@ -255,7 +289,8 @@ class CacheConfig:
     def window_columns(self, group: int) -> int:
         """Blocks a windowed group of one request holds at most: it gives them back as it goes."""
         geometry = self.group(group)
-        most = geometry.columns(geometry.spec.window - 1 + self.longest_chunk + self.max_drafts + self.slots_ahead) + 1
+        rows = self.steps_in_flight * (self.longest_chunk + self.max_drafts)
+        most = geometry.columns(geometry.spec.window - 1 + rows + self.slots_ahead) + 1
         return min(most, geometry.columns(self.max_context))
 
     def blocks_of(self, tokens: int) -> tuple[int, ...]:

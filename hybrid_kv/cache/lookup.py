@@ -23,7 +23,8 @@ from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import JUNCTIONS, CacheState
 from hybrid_kv.geometry import GroupGeometry, GroupKind
 
-SKIP_READ, SALTED = 1, 2
+# Flags of a request: it does not read the cache; its keys are salted; a load for it has failed.
+SKIP_READ, SALTED, LOADS_FAILED = 1, 2, 4
 
 
 class Hit(NamedTuple):
@@ -76,21 +77,10 @@ def named_units(config: CacheConfig, known: jax.Array) -> jax.Array:
 def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.Array, flags: jax.Array) -> Hit:
     """Look a request up; reads only.
 
-    keys: uint32[U, 4] hash chain. known: tokens of the request. flags: SKIP_READ, SALTED.
+    keys: uint32[U, 4] hash chain. known: tokens of the request. flags: SKIP_READ and others.
     """
-    geometry, unit = config.geometry, config.unit
-    cap = jnp.minimum(jnp.maximum(known - 1, 0) // unit, named_units(config, known) - config.longest_lag)
-    cap = jnp.maximum(cap, 0)
-    lane = jnp.arange(config.units, dtype=jnp.int32)
-    found_blocks, unfinished, forked = [], [], jnp.zeros((config.units,), bool)
-    for group in range(len(geometry.groups)):
-        found = index.find(state.entries, index.tag(jnp.roll(keys, -config.lag(group), 0), group))
-        block = jnp.where(lane < cap, found.block, 0)
-        found_blocks.append(block)
-        unfinished.append(index.pending(state, block, lane % config.units_per_block(group)))
-        if geometry.attention and group == geometry.attention[0]:
-            forked = found.forked
-    blocks, pending = jnp.stack(found_blocks), jnp.stack(unfinished)
+    geometry, unit, cap = config.geometry, config.unit, _most_units(config, known)
+    blocks, pending, forked = _found(config, state, keys, cap)
     both = jnp.stack([jnp.where(pending, 0, blocks), blocks])
     (now, soon), (reach_now, reach_soon) = jax.vmap(lambda found: _longest(config, found, cap))(both)
     better = soon > now
@@ -119,6 +109,56 @@ def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.A
         tables=jnp.concatenate(tables) if tables else jnp.zeros((1,), jnp.int32),
         states=jnp.stack(states) if states else jnp.zeros((0,), jnp.int32),
     )
+
+
+class Here(NamedTuple):
+    """What is finished of a prefix. hit: tokens that would be served. reach: how far the append-only groups hold it.
+    tables: by group, i32[columns] its whole blocks (append-only groups; else empty)."""
+
+    hit: jax.Array
+    reach: jax.Array
+    tables: list[jax.Array]
+
+
+def here(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.Array) -> Here:
+    """What the cache holds of the first tokens of a request; reads only. keys: uint32[U, 4]. known: its tokens."""
+    geometry, cap = config.geometry, _most_units(config, known)
+    blocks, pending, _ = _found(config, state, keys, cap)
+    units, reach = _longest(config, jnp.where(pending, 0, blocks), cap)
+    tables = []
+    for group, geometry_of in enumerate(geometry.groups):
+        whole = jnp.zeros((0,), jnp.int32)
+        if geometry_of.kind.append_only:
+            by_column = _by_column(config, group, blocks[group])
+            whole = jnp.where(jnp.arange(len(by_column)) < reach // by_column.shape[1], by_column[:, -1], 0)
+        tables.append(whole)
+    return Here(units * config.unit, reach * config.unit if geometry.attention else jnp.int32(0), tables)
+
+
+def longest_hit(config: CacheConfig, known: jax.Array) -> jax.Array:
+    """The most tokens that may be served of so many known ones: not the last, nor what a name has to prove."""
+    return _most_units(config, known) * config.unit // config.geometry.hit_unit * config.geometry.hit_unit
+
+
+def _most_units(config: CacheConfig, known: jax.Array) -> jax.Array:
+    proven = named_units(config, known) - config.longest_lag
+    return jnp.maximum(jnp.minimum(jnp.maximum(known - 1, 0) // config.unit, proven), 0)
+
+
+def _found(
+    config: CacheConfig, state: CacheState, keys: jax.Array, cap: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Block of every unit before `cap` by group (0: none), whether a step in flight writes it, and where requests part
+    behind it: i32[groups, U], bool[groups, U], bool[U]."""
+    geometry, lane = config.geometry, jnp.arange(config.units, dtype=jnp.int32)
+    blocks, pending, forked = [], [], jnp.zeros((config.units,), bool)
+    for group in range(len(geometry.groups)):
+        found = index.find(state.entries, index.tag(jnp.roll(keys, -config.lag(group), 0), group))
+        blocks.append(jnp.where(lane < cap, found.block, 0))
+        pending.append(index.pending(state, blocks[-1], lane % config.units_per_block(group)))
+        if geometry.attention and group == geometry.attention[0]:
+            forked = found.forked
+    return jnp.stack(blocks), jnp.stack(pending), forked
 
 
 def _longest(config: CacheConfig, blocks: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -223,6 +263,8 @@ def _reason(config, state, keys, cap, reachable, units, flags):
     salted = (flags & SALTED > 0) & (reachable == 0)
     reason = jnp.where(ahead, Reason.EVICTED, jnp.where(salted, Reason.SALT, Reason.COLD))
     reason = jnp.where(reachable > units, jnp.where(at_junction, Reason.EVICTED, Reason.NO_STATE), reason)
+    if config.loads:
+        reason = jnp.where(flags & LOADS_FAILED > 0, Reason.STORE_FAILURE, reason)
     reason = jnp.where(units == most, jnp.where(most == 0, Reason.GRANULARITY, Reason.NONE), reason)
     reason = jnp.where(flags & SKIP_READ > 0, Reason.SKIPPED, reason)
     return (reason if config.prefix_caching else jnp.full((), int(Reason.CACHING_OFF))).astype(jnp.int32)

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import index
+from hybrid_kv.cache import flights, index
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.pool import free_keyless
 from hybrid_kv.cache.state import (
     BITS,
+    DONE,
     OVERFLOWED,
     PENDING_FROM,
     PENDING_STEP,
@@ -52,6 +53,19 @@ def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
     return state._replace(requests=state.requests.at[:, fields.published].set(done))
 
 
+def file_rows(config: CacheConfig, state: CacheState, row: jax.Array, first: jax.Array, stop: jax.Array) -> CacheState:
+    """File the units of tokens [first, stop) (i32[paged]) that somebody else wrote to a request's blocks."""
+    if not (config.prefix_caching and config.geometry.paged):
+        return state
+    request = state.requests[row][None]
+    done = jnp.minimum(nameable_units(config, request, stop.max()[None]), stop // config.unit)
+
+    def file_unit(state, _, position, unit):
+        return _file_unit(config, state, row, position, unit, done[0, position], pending=False)
+
+    return _for_units(config, -(-first // config.unit)[None], done, file_unit, state)
+
+
 def announce_units(config: CacheConfig, state: CacheState, row: jax.Array, end: jax.Array) -> CacheState:
     """File the units that a planned chunk up to `end` tokens will have written as pending, where nobody has them."""
     fields, geometry = layout(config), config.geometry
@@ -67,15 +81,14 @@ def announce_units(config: CacheConfig, state: CacheState, row: jax.Array, end: 
     return _for_units(config, filed, done, file_unit, state)
 
 
-def withdraw_units(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """Drop the pending keys of a request's planned chunk: its content will not be filed."""
+def withdraw_units(config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array) -> CacheState:
+    """Drop the pending keys of what a request's rows in flight compute from `start` on: it will not be filed."""
     fields, geometry = layout(config), config.geometry
     if not (config.prefix_caching and geometry.paged):
         return state
     request = state.requests[row][None]
-    filed = request[:, fields.published]
-    end = request[:, fields.COMPUTED] + request[:, fields.SCHEDULED]
-    done = jnp.where(request[:, fields.SCHEDULED, None] > 0, nameable_units(config, request, end), filed)
+    filed = jnp.maximum(nameable_units(config, request, start[None]), request[:, fields.published])
+    done = jnp.maximum(nameable_units(config, request, flights.planned(config, request)), filed)
     constants = _constants(config)
 
     def forget_unit(state, _, position, unit):
@@ -158,25 +171,34 @@ def withdraw_states(config: CacheConfig, state: CacheState, slots: jax.Array) ->
 def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     """File the state of the last hit boundary of the generated text that can be resumed at, if the request holds one.
 
-    Not while a step in flight overwrites one of the slots: what they hold is then settled by nobody.
+    Not from a slot that a row in flight may still write over.
     """
-    fields = layout(config)
+    fields, step = layout(config), config.geometry.hit_unit
     request = state.requests[row]
     named = (named_units(config, request[fields.KNOWN]) - config.longest_lag) * config.unit
-    settled = (request[fields.EMIT_TURN] == 0) & (request[fields.turn] <= named)
-    lengths = jnp.where(settled, request[fields.turn], 0)
-    last = jnp.argmax(lengths)
-    slots = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)[last]
-    return publish_state(config, state, row, lengths[last], slots, jnp.zeros((), bool))
+    last = flights.every(config, request).emit_turn
+    coming = turn_boundaries(config, last)
+    coming = jnp.where(coming > request[fields.COMPUTED], coming, 0).reshape(-1)
+    slot = jnp.arange(fields.turns, dtype=jnp.int32)
+    doomed = ((coming > 0) & (coming // step % fields.turns == slot[:, None])).any(1)
+    lengths = jnp.where(~doomed & (request[fields.turn] <= named), request[fields.turn], 0)
+    best = jnp.argmax(lengths)
+    slots = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)[best]
+    return publish_state(config, state, row, lengths[best], slots, jnp.zeros((), bool))
 
 
-def leave_prefill(config: CacheConfig, state: CacheState, row: jax.Array, settled: jax.Array) -> CacheState:
-    """File the running state of a request that goes in the middle of its prefill, if it ends at a hit boundary.
+def turn_boundaries(config: CacheConfig, last: jax.Array) -> jax.Array:
+    """Hit boundaries up to the `last` (i32[...], 0: none) that one row may cross: i32[..., T], ascending."""
+    back = jnp.arange(config.turn_candidates - 1, -1, -1, dtype=jnp.int32) * config.geometry.hit_unit
+    return jnp.where(last[..., None] > 0, jnp.maximum(last[..., None] - back, 0), 0)
 
-    settled: no step in flight takes it further.
-    """
+
+def leave_prefill(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    """File the running state of a request that goes in the middle of its prefill, if it ends at a hit boundary and no
+    row in flight takes it further."""
     fields = layout(config)
     request = state.requests[row]
+    settled = flights.planned(config, request) == request[fields.COMPUTED]
     computed, known = request[fields.COMPUTED], request[fields.KNOWN]
     reached = settled & (computed > request[fields.HIT]) & (computed < known - 1)
     reached &= (computed % config.geometry.hit_unit == 0) & (computed <= named_units(config, known) * config.unit)
@@ -219,7 +241,9 @@ def _file(
         better = found.block == 0
         if not pending:
             better |= (found.block != block) & (covered >= held)
-        first = state.blocks[block, PENDING_STEP] != state.counters[PLANNED]
+        # Names of several steps in flight: all count as named by the last of them.
+        flying = state.blocks[block, PENDING_STEP] > state.counters[DONE]
+        first = jnp.where(flying, state.blocks[block, PENDING_FROM], unit)
         return found, (block > 0) & (found.place >= 0) & better, first
 
     found, ok, first = read_first(read, state)
@@ -228,7 +252,7 @@ def _file(
     state = index.put(state, key, found.place, block, unit, ok)
     if not pending:
         return free_keyless(config, state, pool, jnp.where(ok, found.block, 0))
-    planned = state.counters[PLANNED]
-    at = jnp.where(ok & first, block, config.total_blocks)
+    at = jnp.where(ok, block, config.total_blocks)
     columns = jnp.array([PENDING_STEP, PENDING_FROM])
-    return state._replace(blocks=state.blocks.at[at, columns].set(jnp.stack([planned, unit]), mode="drop"))
+    values = jnp.stack([state.counters[PLANNED], first])
+    return state._replace(blocks=state.blocks.at[at, columns].set(values, mode="drop"))

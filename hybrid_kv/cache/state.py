@@ -17,6 +17,9 @@ from hybrid_kv.hashing import KEY_WORDS
 T = TypeVar("T")
 
 FREE, WAITING, RUNNING = 0, 1, 2
+# What a waiting request has of an external store: the store has not answered; a load is under way; it is through and
+# its blocks are held for the request; it is under way for nobody.
+NOTHING, UNDECIDED, LOADING, BROUGHT, ABANDONED = range(5)
 
 # Columns of `CacheState.blocks`; the index places of the block's keys follow (0: none).
 REF, STAMP, BITS, PENDING_STEP, PENDING_FROM, PLACES = 0, 1, 2, 3, 4, 5
@@ -26,8 +29,8 @@ KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
 OWNER, CHILD, ENTRY_WORDS = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
 # Rows of `CacheState.pools`.
 STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE, RESERVED = range(6)
-# Entries of `CacheState.counters`. PLANNED, DONE: steps planned, and committed or withdrawn. SHORT: the last step had
-# work that found no blocks. LAST_PREFILL: the last step that had a prefill.
+# Entries of `CacheState.counters`. PLANNED, DONE: steps planned and not withdrawn, and committed, so those between them
+# are in flight. SHORT: the last step had work that found no blocks. LAST_PREFILL: the last step that had a prefill.
 CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ = range(6)
 PLANNED, DONE, SHORT, LAST_PREFILL, N_COUNTERS = range(6, 11)
 # Entries of `CacheState.policy`; the ladder follows.
@@ -73,14 +76,14 @@ class CacheState(NamedTuple):
 class RequestLayout:
     """Columns of a request row. Positions and lengths in tokens, cursors in hash units or table columns.
 
-    status, seq (order of arrival), prompt, known (prompt and answer), computed (committed),
-    scheduled (in flight, drafts included), flags (1: skip the cache, 2: salted), hit, junction, reason,
-    preemptions, emit_turn (last boundary that the step may save as a turn's end), admitted (no step since its
-    admission is committed), priority, drafts (proposed for the next step), verifying (of the scheduled tokens).
+    status, seq (order of arrival), prompt, known (prompt and answer), limit (known tokens it may end with), computed
+    (committed), flags (`lookup.SKIP_READ` and others), hit, junction, reason, preemptions, admitted (the step that
+    admitted it, until that is committed), priority, drafts (proposed for the next row), load (see `NOTHING`), loaded
+    (tokens of the load).
     Then per group with a table: columns in use, source of a pending copy-on-write, units filed, first column that a
     window has not left; per recurrent group: running and read slot; the lengths that the turn-end slots hold (0: none)
-    and the slots, `CacheConfig.turn_slots` for each recurrent group; the points of the request; the emissions of the
-    step in flight: positions, then a slot for each recurrent group.
+    and the slots, `CacheConfig.turn_slots` for each recurrent group; the points of the request; a record of its row in
+    every step in flight, see `cache.flights`.
     """
 
     paged: int
@@ -88,9 +91,10 @@ class RequestLayout:
     wanted: int
     emissions: int
     turns: int
+    flights: int
 
-    STATUS, SEQ, PROMPT, KNOWN, COMPUTED, SCHEDULED, FLAGS, HIT, JUNCTION, REASON = range(10)
-    PREEMPTIONS, EMIT_TURN, ADMITTED, PRIORITY, DRAFTS, VERIFYING = range(10, 16)
+    STATUS, SEQ, PROMPT, KNOWN, LIMIT, COMPUTED, FLAGS, HIT, JUNCTION, REASON = range(10)
+    PREEMPTIONS, ADMITTED, PRIORITY, DRAFTS, LOAD, LOADED = range(10, 16)
     _FIRST = 16
 
     @property
@@ -131,17 +135,18 @@ class RequestLayout:
         return slice(self.turn_slot.stop, self.turn_slot.stop + self.wanted)
 
     @property
-    def emit_position(self) -> slice:
-        return slice(self.points.stop, self.points.stop + self.emissions)
+    def record(self) -> int:
+        """Columns of one record of `flight`."""
+        return 4 + self.emissions * (1 + self.recurrent)
 
     @property
-    def emit_slot(self) -> slice:
-        """[emissions, recurrent] flattened."""
-        return slice(self.emit_position.stop, self.emit_position.stop + self.emissions * self.recurrent)
+    def flight(self) -> slice:
+        """[flights, record] flattened."""
+        return slice(self.points.stop, self.points.stop + self.flights * self.record)
 
     @property
     def size(self) -> int:
-        return self.emit_slot.stop
+        return self.flight.stop
 
 
 def read_first(read: Callable[[CacheState], T], state: CacheState) -> T:
@@ -160,7 +165,12 @@ def layout(config: CacheConfig) -> RequestLayout:
     """The request columns of a configuration."""
     geometry = config.geometry
     return RequestLayout(
-        len(geometry.paged), len(geometry.recurrent), config.wanted, config.emissions, config.turn_slots
+        paged=len(geometry.paged),
+        recurrent=len(geometry.recurrent),
+        wanted=config.wanted,
+        emissions=config.emissions,
+        turns=config.turn_slots,
+        flights=config.steps_in_flight,
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import index, pool
+from hybrid_kv.cache import flights, index, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.publish import (
@@ -23,11 +23,16 @@ from hybrid_kv.cache.publish import (
     withdraw_units,
 )
 from hybrid_kv.cache.state import (
+    ABANDONED,
     DONE,
     FREE,
+    LAST_PREFILL,
+    LOADING,
     NEXT_SEQ,
+    NOTHING,
     PLANNED,
     PREEMPTED,
+    UNDECIDED,
     WAITING,
     CacheState,
     forget_all,
@@ -40,10 +45,11 @@ Ints = jax.Array | np.ndarray
 
 
 class Outcome(NamedTuple):
-    """What the device and the sampler made of a step, by request slot.
+    """What the device and the sampler made of the oldest step in flight, by request slot.
 
     produced i32[R]: tokens appended; a row that verified drafts keeps one less of them. finished bool[R]: the request
-    ends with this step. unit_keys u32[R, A, 4]: keys of the hash units that the appended tokens complete, in order.
+    ends with these tokens. unit_keys u32[R, A, 4]: keys of the hash units that the appended tokens complete, in order.
+    What is said of a slot whose request has no row in that step counts for nothing.
     """
 
     produced: Ints
@@ -63,19 +69,21 @@ def arrive(
     flags: jax.Array,
     keys: jax.Array,
     priority: jax.Array | int = 0,
+    limit: jax.Array | int = 1 << 30,
 ) -> tuple[CacheState, jax.Array]:
     """Queue a request: (state, slot), slot -1 and the same state if all slots are taken.
 
     prompt: tokens. flags: `lookup.SKIP_READ`, `lookup.SALTED`. keys: uint32[U, 4] of its whole units. priority: see
-    `CacheConfig.priority`.
+    `CacheConfig.priority`. limit: tokens it may have in the end; no row is planned for one that steps in flight are
+    sure to bring there.
     """
     fields = layout(config)
     status = state.requests[:, fields.STATUS]
     free = (status == FREE).any()
     slot = jnp.argmax(status == FREE).astype(jnp.int32)
     row = jnp.zeros((fields.size,), jnp.int32)
-    names = (fields.STATUS, fields.SEQ, fields.PROMPT, fields.KNOWN, fields.FLAGS, fields.PRIORITY)
-    values = (jnp.int32(WAITING), state.counters[NEXT_SEQ], prompt, prompt, flags, jnp.asarray(priority))
+    names = (fields.STATUS, fields.SEQ, fields.PROMPT, fields.KNOWN, fields.LIMIT, fields.FLAGS, fields.PRIORITY)
+    values = (WAITING, state.counters[NEXT_SEQ], prompt, prompt, limit, flags, priority)
     row = row.at[jnp.array(names)].set(jnp.stack([jnp.asarray(value, jnp.int32) for value in values]))
     at = jnp.where(free, slot, config.max_requests)
     state = state._replace(
@@ -93,34 +101,36 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
     """
     fields = layout(config)
     state = pool.compact(config, state)
-    requests = state.requests
-    scheduled, verified = requests[:, fields.SCHEDULED], requests[:, fields.VERIFYING]
+    requests, place = state.requests, flights.oldest(config, state)
+    flight = flights.at(config, requests, place)
+    ran, gives = flight.scheduled > 0, flight.promised > 0
+    produced = jnp.where(gives, jnp.asarray(outcome.produced), 0)
     start = requests[:, fields.COMPUTED]
-    kept = scheduled - verified + jnp.where(verified > 0, jnp.maximum(outcome.produced - 1, 0), 0)
+    kept = flight.scheduled - flight.verifying + jnp.where(flight.verifying > 0, jnp.maximum(produced - 1, 0), 0)
     computed = start + kept
     step = config.geometry.hit_unit
     # Of the boundaries that were crossed, the last one stays in each slot of the ring.
-    top = jnp.minimum(computed, requests[:, fields.EMIT_TURN]) // step
+    top = jnp.minimum(computed, flight.emit_turn) // step
     slot = jnp.arange(fields.turns, dtype=jnp.int32)
     boundary = (top[:, None] - (top[:, None] - slot) % fields.turns) * step
-    crossed = (requests[:, fields.EMIT_TURN, None] > 0) & (boundary > start[:, None])
+    crossed = (flight.emit_turn > 0)[:, None] & (boundary > start[:, None])
+    if not config.saves_anywhere:
+        crossed &= boundary == computed[:, None]
     turn = jnp.where(crossed, boundary, requests[:, fields.turn])
-    ran = scheduled > 0
-    admitted = jnp.where(ran, 0, requests[:, fields.ADMITTED])
-    over = jnp.array([fields.SCHEDULED, fields.VERIFYING, fields.EMIT_TURN, fields.DRAFTS])
-    requests = requests.at[:, over].set(0).at[:, fields.turn].set(turn)
-    requests = requests.at[:, fields.COMPUTED].set(computed).at[:, fields.ADMITTED].set(admitted)
-    counters = state.counters.at[DONE].set(state.counters[PLANNED])
-    state = _append(config, state._replace(requests=requests, counters=counters), outcome)
-    state = publish_units(config, state)
     pinned = ran & (
-        (requests[:, fields.emit_position] > 0).any(1)
+        (flight.positions > 0).any(1)
         | (requests[:, fields.read] > 0).any(1)
         | (requests[:, fields.copy_source] > 0).any(1)
     )
-    state = _for_rows(config, pinned, _settle, state)
+    admitted = jnp.where(ran, 0, requests[:, fields.ADMITTED])
+    requests = flights.put(config, requests, place, flights.without_row(flight)).at[:, fields.turn].set(turn)
+    requests = requests.at[:, fields.COMPUTED].set(computed).at[:, fields.ADMITTED].set(admitted)
+    done = jnp.minimum(state.counters[DONE] + 1, state.counters[PLANNED])
+    state = state._replace(requests=requests, counters=state.counters.at[DONE].set(done))
+    state = publish_units(config, _append(config, state, produced, outcome.unit_keys))
+    state = _for_rows(config, pinned, lambda config, state, row: _settle(config, state, row, place), state)
     state = leave_windows(config, state, ran)
-    return _for_rows(config, jnp.asarray(outcome.finished), release_request, state)
+    return _for_rows(config, gives & jnp.asarray(outcome.finished), release, state)
 
 
 def propose(config: CacheConfig, state: CacheState, drafts: jax.Array) -> CacheState:
@@ -130,17 +140,31 @@ def propose(config: CacheConfig, state: CacheState, drafts: jax.Array) -> CacheS
 
 
 def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
-    """Forget the step in flight: nothing it would have written is ever published.
+    """Forget the step planned last: nothing it would have written is ever published.
 
     Requests that ran before keep the blocks they were given; those admitted by this step wait again, since they may
-    share content that it would have written.
+    share content that it would have written. Cadence of prefills starts anew.
     """
     fields = layout(config)
-    scheduled, admitted = state.requests[:, fields.SCHEDULED] > 0, state.requests[:, fields.ADMITTED] > 0
-    state = _for_rows(config, scheduled, _forget_plan, pool.compact(config, state))
-    state = _for_rows(config, scheduled & ~admitted, _settle, state)
+    state = pool.compact(config, state)
+    place, planned = flights.newest(config, state), state.counters[PLANNED]
+    flight = flights.at(config, state.requests, place)
+    scheduled = (flight.scheduled > 0) & (planned > state.counters[DONE])
+    admitted = scheduled & (state.requests[:, fields.ADMITTED] == planned)
+    drafts = jnp.where(scheduled, flight.verifying, state.requests[:, fields.DRAFTS])
+    state = state._replace(requests=state.requests.at[:, fields.DRAFTS].set(drafts))
+
+    def forget(config, state, row):
+        state = _forget_names(config, state, row, flights.planned(config, state.requests[row]) - flight.scheduled[row])
+        return _drop_saved(config, state, row, place)
+
+    state = _for_rows(config, scheduled, forget, state)
+    requests = flights.put(config, state.requests, place, jax.tree.map(jnp.zeros_like, flight))
+    state = state._replace(requests=jnp.where(scheduled[:, None], requests, state.requests))
     state = _for_rows(config, admitted, _wait_again, state)
-    return state._replace(counters=state.counters.at[DONE].set(state.counters[PLANNED]))
+    last = state.counters[LAST_PREFILL]
+    values = jnp.stack([jnp.maximum(planned - 1, state.counters[DONE]), jnp.where(last == planned, 0, last)])
+    return state._replace(counters=state.counters.at[jnp.array([PLANNED, LAST_PREFILL])].set(values))
 
 
 def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState:
@@ -148,50 +172,64 @@ def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState
     fields = layout(config)
     live = jnp.arange(config.max_requests) == slot
     live &= state.requests[:, fields.STATUS] != FREE
-
-    def end(config, state, row):
-        # The step still runs, so what it overwrites is not filed.
-        emit_turn, scheduled = state.requests[row, fields.EMIT_TURN], state.requests[row, fields.SCHEDULED]
-        state = _forget_plan(config, state, row)
-        state = state._replace(requests=state.requests.at[row, fields.EMIT_TURN].set(emit_turn))
-        return release_request(config, leave_prefill(config, state, row, scheduled == 0), row)
-
-    return _for_rows(config, live, end, pool.compact(config, state))
+    if config.loads:
+        # A load writes to the blocks until it is through.
+        phase = state.requests[:, fields.LOAD]
+        loading = live & ((phase == LOADING) | (phase == ABANDONED))
+        requests = state.requests.at[:, fields.LOAD].set(jnp.where(loading, ABANDONED, phase))
+        state, live = state._replace(requests=requests), live & ~loading
+    return _for_rows(config, live, _break_off, pool.compact(config, state))
 
 
 def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
-    """Forget all cached content: (state, done). Refused, state unchanged, while a request runs."""
-    idle = (state.requests[:, layout(config).STATUS] <= WAITING).all()
+    """Forget all cached content: (state, done). Refused, state unchanged, while a request runs or a load has blocks."""
+    fields = layout(config)
+    idle = (state.requests[:, fields.STATUS] <= WAITING).all() & (state.requests[:, fields.LOAD] <= UNDECIDED).all()
     return jax.tree.map(lambda new, old: jnp.where(idle, new, old), forget_all(config, state), state), idle
 
 
 def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     """Take everything from a running request and put it back in the queue at its old place.
 
-    Whatever this step had planned for it is planned no more, so its turn-end state can be filed.
+    Whatever the step being planned had for it is planned no more. Its rows in flight still give the tokens they
+    promise; it is admitted again when they have come.
     """
-    fields = layout(config)
-    state = leave_prefill(config, _forget_plan(config, state, row), row, jnp.ones((), bool))
+    fields, place = layout(config), flights.newest(config, state)
+    planned = flights.at(config, state.requests[row], place)
+    state = _forget_names(config, state, row, state.requests[row, fields.COMPUTED])
+    request = flights.put(config, state.requests[row], place, flights.without_row(planned))
+    state = leave_prefill(config, state._replace(requests=state.requests.at[row].set(request)), row)
     state = _wait_again(config, state, row)
     return state._replace(
         requests=state.requests.at[row, fields.PREEMPTIONS].add(1), counters=state.counters.at[PREEMPTED].add(1)
     )
 
 
+def _break_off(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    state = _forget_names(config, state, row, state.requests[row, layout(config).COMPUTED])
+    return release(config, leave_prefill(config, state, row), row)
+
+
 def _wait_again(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     fields = layout(config)
     before = state.requests[row]
-    state = release_request(config, state, row)
-    keep = jnp.array([fields.SEQ, fields.PROMPT, fields.KNOWN, fields.FLAGS, fields.PRIORITY, fields.PREEMPTIONS])
-    again = jnp.zeros_like(before).at[keep].set(before[keep]).at[fields.STATUS].set(WAITING)
+    promised = flights.every(config, before).promised
+    state = release(config, state, row)
+    keep = [fields.SEQ, fields.PROMPT, fields.KNOWN, fields.LIMIT, fields.FLAGS, fields.PRIORITY, fields.PREEMPTIONS]
+    names = jnp.array([*keep, fields.DRAFTS])
+    again = jnp.zeros_like(before).at[names].set(before[names]).at[fields.STATUS].set(WAITING)
+    for place in range(fields.flights):
+        record = flights.at(config, again, place)
+        again = flights.put(config, again, place, record._replace(promised=promised[place]))
     return state._replace(requests=state.requests.at[row].set(again))
 
 
-def release_request(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     """Publish a request's turn-end state and drop its references; the row is left blank.
 
-    Tables are freed from their end, so the tail of a prefix is reused before its head. States of the prefix count as
-    used now, like its rows: one is worth nothing without the other.
+    The device still runs its rows in flight, before anything that is planned from now on. Tables are freed from their
+    end, so the tail of a prefix is reused before its head. States of the prefix count as used now, like its rows: one
+    is worth nothing without the other.
     """
     fields, geometry = layout(config), config.geometry
     state = _refresh_states(config, publish_turn_end(config, state, row), row)
@@ -199,7 +237,7 @@ def release_request(config: CacheConfig, state: CacheState, row: jax.Array) -> C
         if geometry.groups[group].kind.windowed:
             state = part(config, state, row, position, jnp.int32(config.columns[position]))
     request = state.requests[row]
-    emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    emitted = flights.every(config, request).slots.reshape(fields.flights * fields.emissions, fields.recurrent)
     turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
     held = []
     for position, group in enumerate(geometry.paged):
@@ -234,52 +272,70 @@ def _for_rows(config: CacheConfig, mask: jax.Array, body, state: CacheState) -> 
     return jax.lax.fori_loop(0, mask.sum(dtype=jnp.int32), lambda i, s: body(config, s, rows[i]), state)
 
 
-def _settle(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+def _settle(config: CacheConfig, state: CacheState, row: jax.Array, place: flights.Place) -> CacheState:
     """Drop the pins of what a row read, copied from and saved; what it saved was filed when it was planned."""
     fields, geometry = layout(config), config.geometry
     request = state.requests[row]
-    emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    emitted = flights.at(config, request, place)
     pinned = []
     for position, group in enumerate(geometry.paged):
         pinned.append((group, request[fields.copy_source][position : position + 1]))
     for position, group in enumerate(geometry.recurrent):
         read = request[fields.read][position : position + 1]
-        pinned.append((group, jnp.concatenate([read, emitted[:, position]])))
+        pinned.append((group, jnp.concatenate([read, emitted.slots[:, position]])))
     state = _drop(config, state, pinned)
     request = request.at[fields.copy_source].set(0).at[fields.read].set(0)
-    request = request.at[fields.emit_position].set(0).at[fields.emit_slot].set(0)
+    request = flights.put(config, request, place, flights.without_states(emitted))
     return state._replace(requests=state.requests.at[row].set(request))
 
 
-def _forget_plan(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """Take back what the step in flight had planned for a row: its pending keys and its tokens.
+def _forget_names(config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array) -> CacheState:
+    """Take back the pending names of what a request's rows in flight compute from `start` on."""
+    saved = flights.every(config, state.requests[row])
+    slots = jnp.where((saved.positions > start)[..., None], saved.slots, 0)
+    return withdraw_states(config, withdraw_units(config, state, row, start), slots.ravel())
 
-    The slots of its emissions stay its own until it is released.
-    """
-    fields = layout(config)
-    state = withdraw_units(config, state, row)
-    state = withdraw_states(config, state, state.requests[row, fields.emit_slot])
-    columns = jnp.array([fields.SCHEDULED, fields.VERIFYING, fields.EMIT_TURN])
-    return state._replace(requests=state.requests.at[row, columns].set(0))
+
+def _drop_saved(config: CacheConfig, state: CacheState, row: jax.Array, place: flights.Place) -> CacheState:
+    """Give back the slots that a row would have saved states in."""
+    request = state.requests[row]
+    saved = flights.at(config, request, place)
+    state = _drop(config, state, [(group, saved.slots[:, i]) for i, group in enumerate(config.geometry.recurrent)])
+    request = flights.put(config, request, place, flights.without_states(saved))
+    return state._replace(requests=state.requests.at[row].set(request))
+
+
+def drop_load(
+    config: CacheConfig, state: CacheState, row: jax.Array, table: jax.Array, states: jax.Array
+) -> CacheState:
+    """Give back the blocks that a load brought for a request: i32[C] of its table, i32[recurrent]."""
+    fields, geometry, held = layout(config), config.geometry, []
+    for position, group in enumerate(geometry.paged):
+        first = config.column_offset[position]
+        held.append((group, table[first : first + config.columns[position]][::-1]))
+    held += [(group, states[position : position + 1]) for position, group in enumerate(geometry.recurrent)]
+    state = _drop(config, state, held)
+    columns = jnp.array([fields.LOAD, fields.LOADED])
+    return state._replace(requests=state.requests.at[row, columns].set(NOTHING))
 
 
 def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Array]]) -> CacheState:
     """Drop one reference of all given blocks, (group, i32[n] ids), each pool at once and in this order."""
     for number in range(len(config.pool_blocks)):
         ids = [ids for group, ids in parts if config.group_pool[group] == number]
-        state = pool.release(config, state, number, jnp.concatenate(ids))
+        state = pool.release(config, state, number, jnp.concatenate(ids)) if ids else state
     return state
 
 
-def _append(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheState:
+def _append(config: CacheConfig, state: CacheState, produced: jax.Array, unit_keys: Ints) -> CacheState:
     """Lengthen the known tokens and store the keys of the units they complete."""
     fields = layout(config)
     before = state.requests[:, fields.KNOWN]
-    after = before + outcome.produced
+    after = before + produced
     rows = jnp.arange(config.max_requests)
     keys = state.keys
     for nth in range(keys_per_append(config)):
         unit = named_units(config, before) + nth
         at = jnp.where(unit < named_units(config, after), unit, config.units)
-        keys = keys.at[rows, at].set(outcome.unit_keys[:, nth], mode="drop")
+        keys = keys.at[rows, at].set(unit_keys[:, nth], mode="drop")
     return state._replace(requests=state.requests.at[:, fields.KNOWN].set(after), keys=keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import pool
+from hybrid_kv.cache import flights, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
 
@@ -26,18 +26,22 @@ def schedule_decodes(config: CacheConfig, state: CacheState) -> CacheState:
     rows = _decoding(config, state) & _fit(config, state, drafts)
     drafts = jnp.where(rows, drafts, 0)
     state = _extend_tables(config, state, rows, drafts)
-    state = _keep_turn_end(config, state, rows, drafts)
-    columns = jnp.array([fields.SCHEDULED, fields.VERIFYING])
-    added = jnp.stack([rows.astype(jnp.int32) + drafts, drafts], 1)
-    return state._replace(requests=state.requests.at[:, columns].add(added))
+    state, emit = _keep_turn_end(config, state, rows, drafts)
+    requests, place = state.requests, flights.newest(config, state)
+    before, one = flights.at(config, requests, place), rows.astype(jnp.int32)
+    row = before._replace(scheduled=one + drafts, verifying=drafts, promised=one + drafts, emit_turn=emit)
+    row = jax.tree.map(lambda new, old: jnp.where(rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old), row, before)
+    asked = jnp.where(rows, 0, requests[:, fields.DRAFTS])
+    requests = flights.put(config, requests, place, row).at[:, fields.DRAFTS].set(asked)
+    return state._replace(requests=requests)
 
 
 def _decoding(config: CacheConfig, state: CacheState) -> jax.Array:
     fields = layout(config)
     requests = state.requests
-    computed = requests[:, fields.COMPUTED]
-    last_token = (computed == requests[:, fields.KNOWN] - 1) & (computed >= requests[:, fields.PROMPT])
-    return (requests[:, fields.STATUS] == RUNNING) & last_token & (requests[:, fields.SCHEDULED] == 0)
+    start = flights.planned(config, requests)
+    last_token = (start == flights.expected(config, requests) - 1) & (start >= requests[:, fields.PROMPT])
+    return last_token & flights.has_work(config, state)
 
 
 def _drafts(config: CacheConfig, state: CacheState) -> jax.Array:
@@ -46,9 +50,10 @@ def _drafts(config: CacheConfig, state: CacheState) -> jax.Array:
     rows = _decoding(config, state)
     if not config.max_drafts:
         return jnp.zeros(rows.shape, jnp.int32)
-    room = config.max_context - state.requests[:, fields.KNOWN]
+    room = config.max_context - flights.expected(config, state.requests)
     asked = jnp.where(rows, jnp.clip(jnp.minimum(state.requests[:, fields.DRAFTS], room), 0, config.max_drafts), 0)
-    taken = state.requests[:, fields.SCHEDULED].sum(dtype=jnp.int32) + rows.sum(dtype=jnp.int32)
+    newest = flights.at(config, state.requests, flights.newest(config, state))
+    taken = newest.scheduled.sum(dtype=jnp.int32) + rows.sum(dtype=jnp.int32)
     before = jnp.cumsum(asked) - asked
     drafts = jnp.clip(config.token_budget - taken - before, 0, asked)
     return jnp.where(_fit(config, state, drafts), drafts, 0)
@@ -68,7 +73,7 @@ def _upto(config: CacheConfig, state: CacheState, position: int, drafts: jax.Arr
     """Columns that every decoding request must have in a group with a table: i32[R]."""
     fields = layout(config)
     block = config.group(config.geometry.paged[position]).block
-    end = jnp.minimum(state.requests[:, fields.COMPUTED] + 1 + drafts + config.slots_ahead, config.max_context)
+    end = jnp.minimum(flights.planned(config, state.requests) + 1 + drafts + config.slots_ahead, config.max_context)
     held = state.requests[:, fields.columns][:, position]
     return jnp.where(_decoding(config, state), jnp.maximum(-(-end // block), held), held)
 
@@ -93,8 +98,11 @@ def _extend_tables(config: CacheConfig, state: CacheState, rows: jax.Array, draf
     return state
 
 
-def _keep_turn_end(config: CacheConfig, state: CacheState, rows: jax.Array, drafts: jax.Array) -> CacheState:
-    """Let decodes that may complete a hit unit save their state in their own turn-end slots.
+def _keep_turn_end(
+    config: CacheConfig, state: CacheState, rows: jax.Array, drafts: jax.Array
+) -> tuple[CacheState, jax.Array]:
+    """Let decodes that may complete a hit unit save their state in their own turn-end slots: (state, i32[R] last
+    boundary to save, 0: none).
 
     Boundaries overwrite the slots in turn, and one is filed when the request ends: only then is the last boundary
     known. Slots are optional: they displace no state that was reused, and are given only if a
@@ -102,9 +110,11 @@ def _keep_turn_end(config: CacheConfig, state: CacheState, rows: jax.Array, draf
     """
     fields = layout(config)
     if not (config.prefix_caching and config.geometry.recurrent):
-        return state
-    start = state.requests[:, fields.COMPUTED]
-    boundary = (start + 1 + drafts) // config.geometry.hit_unit * config.geometry.hit_unit
+        return state, jnp.zeros_like(drafts)
+    end = flights.planned(config, state.requests) + 1 + drafts
+    # Where the row starts if all drafts in flight are refused.
+    start = end - 1 - drafts - flights.every(config, state.requests).verifying.sum(-1)
+    boundary = end // config.geometry.hit_unit * config.geometry.hit_unit
     crossing = rows & (boundary > start) & (state.policy[TURN_END] > 0)
     lacks = crossing & (state.requests[:, fields.turn_slot.start] == 0)
     waiting = (state.requests[:, fields.STATUS] == WAITING).sum(dtype=jnp.int32)
@@ -122,11 +132,9 @@ def _keep_turn_end(config: CacheConfig, state: CacheState, rows: jax.Array, draf
             slots = jnp.where(granted, ids[nth + turn], state.requests[:, column])
             state = state._replace(requests=state.requests.at[:, column].set(slots))
     saved = crossing & (granted | ~lacks)
-    emit = jnp.where(saved, boundary, state.requests[:, fields.EMIT_TURN])
-    return state._replace(
-        requests=state.requests.at[:, fields.EMIT_TURN].set(emit),
-        counters=state.counters.at[SKIPPED_STATES].add((lacks & ~granted).sum(dtype=jnp.int32)),
-    )
+    skipped = (lacks & ~granted).sum(dtype=jnp.int32)
+    counters = state.counters.at[SKIPPED_STATES].add(skipped)
+    return state._replace(counters=counters), jnp.where(saved, boundary, 0)
 
 
 def spare_states(config: CacheConfig, state: CacheState) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import DONE, PLANNED, RUNNING, CacheState, layout
+from hybrid_kv.cache.state import RUNNING, CacheState, layout
 from hybrid_kv.cache.transitions import preempt
 
 _LAST = jnp.iinfo(jnp.int32).max
@@ -41,11 +41,6 @@ def comes_after(config: CacheConfig, state: CacheState, one: jax.Array, other: j
         mine, its = state.requests[one, fields.PRIORITY], state.requests[other, fields.PRIORITY]
         later = (mine > its) | ((mine == its) & later)
     return later
-
-
-def may_preempt(state: CacheState) -> jax.Array:
-    """Only the first plan of a step may: later ones may share what an earlier one writes."""
-    return state.counters[PLANNED] - state.counters[DONE] == 1
 
 
 def preempt_last(config: CacheConfig, state: CacheState) -> CacheState:

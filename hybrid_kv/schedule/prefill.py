@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import index, pool
+from hybrid_kv.cache import flights, index, pool
 from hybrid_kv.cache.checkpoints import (
     emission_candidates,
     is_first_to_go,
@@ -24,8 +24,11 @@ from hybrid_kv.cache.publish import announce_units, publish_state
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import (
     ADAPTIVE,
+    BROUGHT,
     CHUNK,
     FREE,
+    NOTHING,
+    PLANNED,
     RESERVED,
     RUNNING,
     SHORT,
@@ -34,6 +37,7 @@ from hybrid_kv.cache.state import (
     layout,
     read_first,
 )
+from hybrid_kv.cache.transitions import drop_load
 from hybrid_kv.schedule.decode import spare_states, unreused_states
 
 
@@ -47,15 +51,15 @@ class Chunk(NamedTuple):
 
 def budget_left(config: CacheConfig, state: CacheState) -> jax.Array:
     """Tokens of this step that nobody was given yet."""
-    return config.token_budget - state.requests[:, layout(config).SCHEDULED].sum(dtype=jnp.int32)
+    newest = flights.at(config, state.requests, flights.newest(config, state))
+    return config.token_budget - newest.scheduled.sum(dtype=jnp.int32)
 
 
 def chunk_fits(config: CacheConfig, state: CacheState, row: jax.Array) -> jax.Array:
     """Whether the free blocks suffice for the next chunk of a started prefill."""
-    fields = layout(config)
     request, no = state.requests[row], jnp.zeros((), bool)
-    start = request[fields.COMPUTED]
-    end = start + _length(config, state, start, request[fields.KNOWN])
+    start = flights.planned(config, request)
+    end = _end(config, state, row, start, flights.expected(config, request), request[layout(config).points])
     hit = no_hit(config)
     return pool.fits(state, _demand(config, state, _columns_held(config, request, hit, no), end, hit, no))
 
@@ -64,23 +68,36 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     """Schedule the next chunk of one request, all or nothing. admit: it waits, so it is looked up first."""
     fields = layout(config)
     request = read_first(lambda state: state.requests[row], state)
-    known = request[fields.KNOWN]
+    known = flights.expected(config, request)
     hit = _lookup_if(config, state, row, admit)
     hit = _give_up_if_alone(config, state, request, hit, admit)
     waits = admit & hit.wait
-    start = jnp.where(admit, hit.hit, request[fields.COMPUTED])
-    length = _length(config, state, start, known)
-    end = start + length
+    start = jnp.where(admit, hit.hit, flights.planned(config, request))
+    fresh = wanted_points(config, state, request[fields.PROMPT], known, hit.hit, hit.shared)
+    points = jnp.where(admit, fresh, request[fields.points])
+    end = _end(config, state, row, start, known, points)
+    length = end - start
     have = _columns_held(config, request, hit, admit)
     upto = jnp.where(admit, known, end) if config.whole_prompts else end
     others = (state.requests[:, fields.STATUS] == RUNNING).any()
     reserved = jnp.where(admit & others, state.pools[:, RESERVED], 0)
     done = ~waits & (length > 0) & pool.fits(state, _demand(config, state, have, upto, hit, admit), reserved)
+    if config.loads:
+        brought = admit & done & (request[fields.LOAD] == BROUGHT)
+        table = jnp.where(brought, read_first(lambda state: state.tables[row], state), 0)
+        states = jnp.where(brought, request[fields.read], 0)
     state, request = _adopt(config, state, row, hit, admit & done)
+    if config.loads:
+        state = drop_load(config, state, jnp.where(brought, row, config.max_requests), table, states)
+        columns = jnp.array([fields.LOAD, fields.LOADED])
+        request = request.at[columns].set(jnp.where(brought, NOTHING, request[columns]))
     state, request = _extend(config, state, row, request, have, end, done)
-    points = wanted_points(config, state, request[fields.PROMPT], known, hit.hit, hit.shared)
-    request = request.at[fields.points].set(jnp.where(admit & done, points, request[fields.points]))
-    request = request.at[fields.SCHEDULED].set(length)
+    request = request.at[fields.points].set(jnp.where(done, points, request[fields.points]))
+    place = flights.newest(config, state)
+    none = flights.at(config, request, place)
+    samples = (end == known).astype(jnp.int32)
+    request = flights.put(config, request, place, none._replace(scheduled=length, promised=samples))
+    request = request.at[fields.DRAFTS].set(0)
     at = jnp.where(done, row, config.max_requests)
     state = state._replace(requests=state.requests.at[at].set(request, mode="drop"))
     state = _emit(config, state, row, start, end, done)
@@ -88,12 +105,48 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     return Chunk(announce_units(config, state, row, jnp.where(done, end, 0)), done, waits)
 
 
-def _length(config: CacheConfig, state: CacheState, start: jax.Array, known: jax.Array) -> jax.Array:
-    """Tokens of a chunk that begins at `start`. The limit holds while several requests live."""
+def _end(
+    config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array, known: jax.Array, points: jax.Array
+) -> jax.Array:
+    """Where the chunk of a request that begins at `start` ends. The limit holds while several requests live."""
     live = (state.requests[:, layout(config).STATUS] != FREE).sum(dtype=jnp.int32)
     share = jnp.where(state.policy[ADAPTIVE] > 0, config.token_budget // jnp.maximum(live, 1), 0)
     limit = jnp.where(live > 1, jnp.maximum(state.policy[CHUNK], share), config.token_budget)
-    return jnp.minimum(jnp.minimum(known - start, budget_left(config, state)), limit)
+    end = start + jnp.minimum(jnp.minimum(known - start, budget_left(config, state)), limit)
+    if config.saves_anywhere or not (config.geometry.recurrent and config.prefix_caching):
+        return end
+    return _cut(config, start, end, known, jnp.where(_filed(config, state, row, points), 0, points))
+
+
+def _cut(config: CacheConfig, start: jax.Array, end: jax.Array, known: jax.Array, points: jax.Array) -> jax.Array:
+    """Where a chunk that could go on to `end` has to stop for a back end that cannot save every state inside it.
+
+    It saves the state at the end of a chunk, so the chunk ends at the first point, rungs of the ladder left out, that
+    it cannot save inside. points: i32[wanted], without those that have a state (0: none).
+    """
+    whole = end // config.unit * config.unit  # the next chunk can save more from a start at a unit
+    end = jnp.where((end < known) & (whole > start), whole, end)
+    points = jnp.where(jnp.asarray(is_optional(config)[: config.wanted]), 0, points)
+
+    def unsaved(end: jax.Array) -> jax.Array:
+        stops = (points > start) & (points < end)
+        rank = (stops & (points < points[:, None])).sum(1)
+        able = config.can_save(start, end, points) & (rank < config.emission.max_per_chunk)
+        return stops & ~able
+
+    def stop(end: jax.Array) -> jax.Array:
+        return jnp.where(unsaved(end), points, end).min()
+
+    return jax.lax.while_loop(lambda end: unsaved(end).any(), stop, end)
+
+
+def _filed(config: CacheConfig, state: CacheState, row: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Whether the prefixes of so many tokens have a state, or will have: bool[n]."""
+    keys = state.keys[row, jnp.maximum(lengths // config.unit - 1, 0)]
+    filed = jnp.ones(lengths.shape, bool)
+    for group in config.geometry.recurrent:
+        filed &= index.find(state.entries, index.tag(keys, group)).block > 0
+    return filed
 
 
 def _give_up_if_alone(config: CacheConfig, state: CacheState, request: jax.Array, hit: Hit, admit: jax.Array) -> Hit:
@@ -186,7 +239,7 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         running = fields.running.start + position
         request = request.at[running].set(jnp.where(ok, ids[0], request[running]))
     names = jnp.array([fields.STATUS, fields.COMPUTED, fields.HIT, fields.JUNCTION, fields.REASON, fields.ADMITTED])
-    values = jnp.stack([jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, jnp.int32(1)])
+    values = jnp.stack([jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, state.counters[PLANNED]])
     request = request.at[names].set(jnp.where(ok, values, request[names]))
     return state, request
 
@@ -221,12 +274,12 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
         return state
     request = read_first(lambda state: state.requests[row], state)
     wanted = emission_candidates(config, state, request[fields.points], start, end, request[fields.KNOWN])
-    keys = state.keys[row, jnp.maximum(wanted // config.unit - 1, 0)]
-    filed = jnp.ones(wanted.shape, bool)
-    for group in config.geometry.recurrent:
-        filed &= index.find(state.entries, index.tag(keys, group)).block > 0
     shared, optional = jnp.asarray(is_shared(config)), jnp.asarray(is_optional(config))
-    inside = ok & (wanted > 0) & ~filed & ~(optional & (state.counters[SHORT] > 0))
+    inside = ok & (wanted > 0) & ~_filed(config, state, row, wanted) & ~(optional & (state.counters[SHORT] > 0))
+    if not config.saves_anywhere:
+        before = wanted < end
+        inside &= ~before | config.can_save(start, end, wanted)
+        inside &= ~before | (jnp.cumsum((inside & before).astype(jnp.int32)) <= config.emission.max_per_chunk)
     spare = spare_states(config, state)
     room = jnp.where(shared, spare, jnp.minimum(spare, unreused_states(config, state, config.emissions)))
     chosen = inside & (jnp.cumsum(inside.astype(jnp.int32)) <= room)
@@ -238,7 +291,9 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
         by_group.append(jnp.where(chosen, ids[nth], 0))
     slots = jnp.stack(by_group, -1)
     positions = jnp.where(chosen, wanted, 0)
-    request = request.at[fields.emit_position].set(positions).at[fields.emit_slot].set(slots.reshape(-1))
+    place = flights.newest(config, state)
+    saved = flights.at(config, request, place)._replace(positions=positions, slots=slots)
+    request = flights.put(config, request, place, saved)
     at = jnp.where(ok, row, config.max_requests)
     skipped = (inside & ~chosen).sum(dtype=jnp.int32)
     state = state._replace(

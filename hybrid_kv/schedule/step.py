@@ -7,11 +7,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import pool
+from hybrid_kv.cache import flights, pool
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.external import give_up_idle_loads
 from hybrid_kv.cache.state import (
     ACTIVE,
+    BROUGHT,
+    DONE,
     LAST_PREFILL,
+    NOTHING,
     PLANNED,
     PREEMPTED,
     PREFILL_EVERY,
@@ -22,7 +26,7 @@ from hybrid_kv.cache.state import (
     layout,
 )
 from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
-from hybrid_kv.schedule.order import comes_after, first_of, last_running, may_preempt, preempt_last
+from hybrid_kv.schedule.order import comes_after, first_of, last_running, preempt_last
 from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
 
 
@@ -51,32 +55,37 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     """Decide what runs next; what was decided stands in the request rows until `commit` or `withdraw`.
 
     Started prefills go before waiting requests, each in the order of `schedule.order`; nobody is admitted in a step
-    that preempted. Called again without a commit, it adds to the step in flight whatever still fits, and preempts
-    nobody.
+    that preempted. A step without rows is none: nothing is in flight because of it, and there is nothing to commit.
+    While as many steps are in flight as may be, nothing is planned.
 
     Progress: the first request that can run is given at least one token, because every decode costs
     one token, the budget covers all request slots, and later requests are preempted for earlier ones.
     """
     state = pool.compact(config, state)
-    before = state.counters[PREEMPTED]
-    state = state._replace(counters=state.counters.at[PLANNED].add(1))
+    before, done = state.counters[PREEMPTED], state.counters[DONE]
+    full = state.counters[PLANNED] - done >= config.steps_in_flight
+    state = state._replace(counters=state.counters.at[PLANNED].add(1 - full.astype(jnp.int32)))
     no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
-    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), no, no)
+    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no)
     loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
     # Whether requests lack blocks decides about the states that the next step saves.
-    state, fields = loop.state, layout(config)
-    short = loop.short | (state.counters[PREEMPTED] > before)
-    chunks = state.requests[:, fields.SCHEDULED] - state.requests[:, fields.VERIFYING] > 1
-    last = jnp.where(chunks.any(), state.counters[PLANNED], state.counters[LAST_PREFILL])
-    values = jnp.stack([short.astype(jnp.int32), last])
-    return state._replace(counters=state.counters.at[jnp.array([SHORT, LAST_PREFILL])].set(values))
+    state = loop.state
+    rows = flights.at(config, state.requests, flights.newest(config, state))
+    counters = state.counters
+    planned = counters[PLANNED] - (~full & (rows.scheduled == 0).all()).astype(jnp.int32)
+    short = jnp.where(full, counters[SHORT], (loop.short | (counters[PREEMPTED] > before)).astype(jnp.int32))
+    chunks = ~full & (rows.scheduled - rows.verifying > 1).any()
+    last = jnp.where(chunks, planned, counters[LAST_PREFILL])
+    names = jnp.array([PLANNED, SHORT, LAST_PREFILL])
+    state = state._replace(counters=counters.at[names].set(jnp.stack([planned, short, last])))
+    return give_up_idle_loads(config, state, planned == done) if config.loads else state
 
 
 def _prefills_wait(config: CacheConfig, state: CacheState) -> jax.Array:
     """Whether this step is left to those that decode."""
     fields, requests, last = layout(config), state.requests, state.counters[LAST_PREFILL]
     soon = (last > 0) & (state.counters[PLANNED] - last < state.policy[PREFILL_EVERY])
-    decoding = requests[:, fields.COMPUTED] >= requests[:, fields.KNOWN] - 1
+    decoding = flights.planned(config, requests) >= flights.expected(config, requests) - 1
     return soon & ((requests[:, fields.STATUS] == RUNNING) & decoding).any()
 
 
@@ -90,7 +99,7 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
         one = _next(config, loop, state, preempted_before)
         later = comes_after(config, state, last_running(config, state), one.row)
         prefill = one.exists & ~one.admit & later & ~chunk_fits(config, state, one.row)
-        return jnp.where(loop.decoded, prefill, ~decodes_fit(config, state)) & may_preempt(state)
+        return jnp.where(loop.decoded, prefill, ~decodes_fit(config, state))
 
     state = jax.lax.while_loop(lacks_room, lambda state: preempt_last(config, state), loop.state)
     one = _next(config, loop, state, preempted_before)
@@ -120,8 +129,11 @@ def _next(config: CacheConfig, loop: _Loop, state: CacheState, preempted_before:
     fields = layout(config)
     status = state.requests[:, fields.STATUS]
     turn = ~loop.tried & ~loop.deferring
-    started = (status == RUNNING) & (state.requests[:, fields.SCHEDULED] == 0) & turn
+    started = flights.has_work(config, state) & turn
     room = (status == RUNNING).sum(dtype=jnp.int32) < state.policy[ACTIVE]
-    waiting = (status == WAITING) & turn & room & (state.counters[PREEMPTED] == preempted_before)
+    # What a preempted request has to compute is known once the rows in flight have given their tokens.
+    ready = flights.every(config, state.requests).promised.sum(-1) == 0
+    ready &= (state.requests[:, fields.LOAD] == NOTHING) | (state.requests[:, fields.LOAD] == BROUGHT)
+    waiting = (status == WAITING) & ready & turn & room & (state.counters[PREEMPTED] == preempted_before)
     admit = ~started.any()
     return _Next(first_of(config, state, jnp.where(admit, waiting, started)), started.any() | waiting.any(), admit)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import transitions
+from hybrid_kv.cache import flights, transitions
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.state import FREE, PREEMPTED, CacheState, layout
@@ -56,8 +56,8 @@ def step(config: CacheConfig, workload: Workload, progress: Progress) -> tuple[P
     state, owner, arrived = _arrive(config, workload, progress)
     state = schedule(config, state)
     requests = state.requests
-    length = requests[:, fields.SCHEDULED]
-    known = requests[:, fields.KNOWN]
+    row = flights.at(config, requests, flights.newest(config, state))
+    length, known = row.scheduled, requests[:, fields.KNOWN]
     admitted = (requests[:, fields.ADMITTED] > 0) & (length > 0)
     decisions = Decisions(
         owner=jnp.where(length > 0, owner, -1),
@@ -66,7 +66,7 @@ def step(config: CacheConfig, workload: Workload, progress: Progress) -> tuple[P
         hit=jnp.where(admitted, requests[:, fields.HIT], -1),
         preempted=state.counters[PREEMPTED],
     )
-    produced = ((length > 0) & (requests[:, fields.COMPUTED] + length == known)).astype(jnp.int32)
+    produced = row.promised
     mine = jnp.maximum(owner, 0)
     fresh = named_units(config, known)[:, None] + jnp.arange(transitions.keys_per_append(config))
     keys = workload.keys[mine[:, None], jnp.minimum(fresh, config.units - 1)]

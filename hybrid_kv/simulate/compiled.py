@@ -13,19 +13,18 @@ import jax
 import numpy as np
 
 from hybrid_kv import hashing
-from hybrid_kv.cache import lookup, transitions
-from hybrid_kv.cache.checkpoints import SEVERAL
+from hybrid_kv.cache import flights, lookup, transitions
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import Hit
 from hybrid_kv.cache.reference.rules import Rules
-from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, RUNNING, CacheState, initial_state, layout
+from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PLANNED, RUNNING, CacheState, initial_state, layout
 from hybrid_kv.errors import UserError
 from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.step import schedule
 
 # Rules that the compiled core does not have, with the value that asks for nothing.
-_MODEL_ONLY: dict[str, Any] = {"steps_in_flight": 1, "events": False, "emission": SEVERAL}
+_MODEL_ONLY: dict[str, Any] = {"events": False}
 
 
 def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheConfig:
@@ -48,6 +47,7 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         chunk_adaptive=rules.chunk_adaptive,
         max_active=rules.max_active,
         prefill_interval=rules.prefill_interval,
+        steps_in_flight=rules.steps_in_flight,
         watermark=rules.watermark,
         max_prefills=slots,
         max_drafts=drafts,
@@ -56,6 +56,7 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         lookahead=rules.lookahead,
         whole_prompts=rules.admit_whole,
         priority=rules.priority,
+        emission=rules.emission,
         placement=Placement(rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention),
         prefix_caching=rules.caching,
     )
@@ -63,11 +64,12 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """tokens: prompt and answer so far. chain: of its units. slot: -1 while it waits outside."""
+    """tokens: prompt and answer so far. limit: the most of both. chain: of its units. slot: -1 while outside."""
 
     name: str
     tokens: list[int]
     prompt: int
+    limit: int
     priority: int
     flags: int
     chain: hashing.KeyChain
@@ -141,7 +143,7 @@ class Core:
             if need >= blocks:
                 raise UserError(f"pool_blocks[{number}]", blocks, f"this request alone needs {need} blocks")
         flags = (lookup.SALTED if salt is not None else 0) | (0 if read_cache else lookup.SKIP_READ)
-        request = Request(name, list(prompt), len(prompt), priority, flags, self._chain(salt))
+        request = Request(name, list(prompt), len(prompt), longest, priority, flags, self._chain(salt))
         self.requests[name] = request
         self._outside.append(request)
         self._enter()
@@ -154,25 +156,28 @@ class Core:
             self._seen = self._host()
         before = self._seen
         self._state = self._jit["schedule"](self._state)
-        fields = layout(self.config)
         self._seen = after = self._host()
-        step = Step()
+        fields, config = layout(self.config), self.config
+        step, fresh = Step(), after.counters[PLANNED] > before.counters[PLANNED]
+        requests = jax.numpy.asarray(after.requests)
+        flight = jax.device_get(flights.at(config, requests, int(after.counters[PLANNED]) % config.steps_in_flight))
+        ends = jax.device_get(flights.planned(config, requests))
         for slot, request in enumerate(self._slots):
             if request is None:
                 continue
-            row = after.requests[slot]
+            row, length = after.requests[slot], int(flight.scheduled[slot])
             if row[fields.PREEMPTIONS] > before.requests[slot][fields.PREEMPTIONS]:
                 step.preempted.append(request.name)
-            request.computed, request.drafts = int(row[fields.COMPUTED]), 0
-            if row[fields.SCHEDULED]:
-                drafts, length = int(row[fields.VERIFYING]), int(row[fields.SCHEDULED])
-                samples = request.computed + length - drafts == len(request.tokens)
-                step.rows.append(Row(request, request.computed, length, drafts, samples))
+            if not (fresh and length):
+                continue
+            request.computed, request.drafts = int(ends[slot]) - length, 0
+            drafts, samples = int(flight.verifying[slot]), bool(flight.promised[slot])
+            step.rows.append(Row(request, request.computed, length, drafts, samples))
+            if row[fields.ADMITTED] == after.counters[PLANNED]:
                 step.copies += int((row[fields.copy_source] > 0).sum())
-                if row[fields.ADMITTED]:
-                    hit = int(row[fields.HIT])
-                    depth = max(int(row[fields.JUNCTION]), hit)
-                    step.admitted[request.name] = Hit(hit, depth, Reason(int(row[fields.REASON])))
+                hit = int(row[fields.HIT])
+                depth = max(int(row[fields.JUNCTION]), hit)
+                step.admitted[request.name] = Hit(hit, depth, Reason(int(row[fields.REASON])))
         return step
 
     def commit(self, step: Step, answers: Mapping[str, Sequence[int]], ended: Sequence[str] = ()) -> None:
@@ -245,7 +250,7 @@ class Core:
             request = self._outside.pop(0)
             self._state, slot = self._jit["arrive"](
                 self._state, np.int32(request.prompt), np.int32(request.flags),
-                self._keys(request.chain, request.tokens), np.int32(request.priority),
+                self._keys(request.chain, request.tokens), np.int32(request.priority), np.int32(request.limit),
             )  # fmt: skip
             request.slot = int(slot)
             self._slots[request.slot] = request

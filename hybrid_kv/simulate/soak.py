@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from hybrid_kv.cache.checkpoints import SEVERAL, EmissionCapability
+from hybrid_kv.cache.emission import SEVERAL, EmissionCapability
 from hybrid_kv.cache.reference import Draft, Model, Row, Rules, Step
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
 from hybrid_kv.cache.reference.events import Removed, Stored

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hybrid_kv.cache.checkpoints import checkpoint_position, checkpoint_valid
 from hybrid_kv.cache.config import CacheConfig, Placement
+from hybrid_kv.cache.emission import checkpoint_position, checkpoint_valid
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
 

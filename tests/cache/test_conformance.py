@@ -5,7 +5,7 @@ The comment behind each names the case. Where this core serves more than the ref
 
 import pytest
 
-from hybrid_kv.cache.checkpoints import SEVERAL, EmissionCapability
+from hybrid_kv.cache.emission import SEVERAL, EmissionCapability
 from hybrid_kv.cache.reference import Draft
 from tests.cache.bench import Bench, full, state, tokens, window
 

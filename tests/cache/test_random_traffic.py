@@ -8,13 +8,14 @@ import pytest
 
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.drafts import Draft
+from hybrid_kv.cache.emission import EmissionCapability
 from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PREEMPTED
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
 
 
 @functools.cache
-def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], whole: bool = True) -> CacheConfig:
+def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], **more) -> CacheConfig:
     specs = [GroupSpec("mla", "mla", 8)]
     specs += [GroupSpec(f"kda{i}", "recurrent", 8) for i in range(groups)]
     pools = (36 // dcp + 70 * shared,) + (() if shared else (12,) * groups)
@@ -26,9 +27,8 @@ def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, .
         max_requests=4,
         max_context=96,
         token_budget=40,
-        chunk_limit=1 << 30 if whole else 16,
-        whole_prompts=whole,
         placement=Placement(ladder=ladder),
+        **more,
     )
 
 
@@ -41,10 +41,12 @@ def _kinds(specs: list[GroupSpec], blocks: int, dcp: int = 1, **more) -> CacheCo
 
 CONFIGS = {
     "plain": _config(1, 1, False, 8, ()),
-    "partial hits, striped": _config(2, 1, False, 4, (16,)),
-    "one pool for all": _config(2, 2, True, 8, (16,)),
-    "admitted by the chunk": _config(1, 1, False, 8, (16,), whole=False),
-    "windows, every block kept": _kinds(
+    "partial hits, striped, loads, two steps in flight": _config(2, 1, False, 4, (16,), loads=True, steps_in_flight=2),
+    "one pool for all, one state a chunk": _config(
+        2, 2, True, 8, (16,), chunk_limit=24, emission=EmissionCapability(1, 8, anchored=False)
+    ),
+    "admitted by the chunk": _config(1, 1, False, 8, (16,), whole_prompts=False, chunk_limit=16),
+    "windows, every block kept, two steps in flight": _kinds(
         [
             GroupSpec("full", "full", 8),
             GroupSpec("swa", "sliding_window", 4, window=11),
@@ -52,13 +54,15 @@ CONFIGS = {
             GroupSpec("gdn", "recurrent", 8),
         ],
         80,
+        steps_in_flight=2,
         placement=Placement(retention=None),
     ),
     "windows alone": _kinds([GroupSpec("swa", "sliding_window", 4, window=8)], 22, placement=Placement(retention=8)),
-    "drafts, dropped": _kinds(
+    "drafts, dropped, two steps in flight": _kinds(
         [GroupSpec("mla", "mla", 8), GroupSpec("draft", "mla", 4, draft=True), GroupSpec("kda", "recurrent", 8)],
         40,
         dcp=2,
+        steps_in_flight=2,
         draft=Draft.DROP,
         max_drafts=3,
         slots_ahead=3,
@@ -66,7 +70,7 @@ CONFIGS = {
         chunk_limit=10,
         placement=Placement(retention=16),
     ),
-    "drafts, lookahead, priority": _kinds(
+    "drafts, lookahead, priority, states at the ends of chunks": _kinds(
         [
             GroupSpec("mla", "mla", 8, draft=True),
             GroupSpec("kda", "recurrent", 4),
@@ -78,6 +82,7 @@ CONFIGS = {
         max_drafts=5,
         slots_ahead=3,
         priority=True,
+        emission=EmissionCapability(0, 1, anchored=True),
     ),
 }
 
@@ -98,26 +103,38 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
     free = np.asarray(serving.state.pools)[:, FREE_BLOCKS].copy()
     counts: collections.Counter[str] = collections.Counter(requests=len(queue))
     for _ in range(4000):
-        while queue and len(serving.live) < config.max_requests and rng.random() < 0.7:
+        taken = len(serving.live.keys() | serving.loads.keys())
+        while queue and taken < config.max_requests and rng.random() < 0.7:
             prompt, answer = queue.pop()
-            serving.add(prompt, answer, priority=int(rng.integers(0, 3)))
-        if not serving.live:
+            slot = serving.add(prompt, answer, priority=int(rng.integers(0, 3)))
+            taken += 1
+            if config.loads and rng.random() < 0.4:
+                load = serving.restore(slot, int(rng.integers(1, len(prompt) + 1)) // 4 * 4)
+                counts["loads"] += int(load.tokens > 0)
+        for slot in [slot for slot in serving.loads if rng.random() < 0.3]:
+            length = int(serving.loads[slot][0].tokens)
+            good = [int(rng.choice([length, length, length, length // 2])) for _ in config.geometry.groups]
+            serving.bring(slot, good)
+        if not serving.live and not serving.loads:
             if not queue:
                 break
             continue
         plan = serving.plan()
         counts["steps"] += 1
-        if rng.random() < 0.05:
+        if plan.rows and rng.random() < 0.05:
             serving.withdraw()
             counts["withdrawn"] += 1
             continue
         serving.execute(plan)
-        if rng.random() < 0.05:
+        if serving.live and rng.random() < 0.05:
             serving.abort(int(rng.choice(list(serving.live))))
             counts["aborted"] += 1
-        serving.commit(plan)
+        if len(serving.flying) >= config.steps_in_flight or (serving.flying and not plan.rows):
+            serving.commit()
         serving.assert_sound()
     assert not serving.live and not queue, "requests are left"
+    while serving.flying:
+        serving.commit()
     assert np.array_equal(np.asarray(serving.state.pools)[:, FREE_BLOCKS], free), "blocks are left in use"
     totals = np.asarray(serving.state.counters)
     counts.update(hits=sum(serving.hits), evicted=int(totals[EVICTED]), preempted=int(totals[PREEMPTED]))
@@ -131,7 +148,7 @@ def test_random_traffic_is_sound_and_leaves_nothing_behind(name):
 
 
 def test_the_next_turn_resumes_where_a_drafter_can_prove_the_end_of_the_last_one():
-    serving = Serving(CONFIGS["drafts, dropped"])
+    serving = Serving(CONFIGS["drafts, dropped, two steps in flight"])
     slot = serving.add(np.random.default_rng(0).integers(0, 3, 20), 15)
     tokens = serving.live[slot][0]
     serving.run()

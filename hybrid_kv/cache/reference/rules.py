@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from hybrid_kv.cache.checkpoints import SEVERAL, EmissionCapability, checkpoint_valid
 from hybrid_kv.cache.drafts import Draft
+from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, checkpoint_valid
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupKind, SystemGeometry
 
