@@ -1,4 +1,4 @@
-"""Pure transitions of the cache state: arrive, commit, propose, withdraw, abort, reset.
+"""Pure transitions of the cache state: arrive, commit, propose, withdraw, abort, preempt_running, reset.
 
 Each takes (config, state, ...) and returns a new state; a transition that cannot be made returns
 the state it was given and says so. `hybrid_kv.schedule` adds the one that plans a step.
@@ -163,6 +163,15 @@ def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array
     """Forget all cached content: (state, done). Refused, state unchanged, while a request runs."""
     idle = (state.requests[:, layout(config).STATUS] <= WAITING).all()
     return jax.tree.map(lambda new, old: jnp.where(idle, new, old), forget_all(config, state), state), idle
+
+
+def preempt_running(config: CacheConfig, state: CacheState) -> CacheState:
+    """Take everything from all running requests, as before a `reset`: they wait again at their old places.
+
+    A step in flight still gives its tokens, and nothing that it writes is ever published.
+    """
+    running = state.requests[:, layout(config).STATUS] > WAITING
+    return _for_rows(config, running, preempt, pool.compact(config, state))
 
 
 def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
