@@ -47,7 +47,7 @@ def test_eviction_and_preemption_change_no_token_and_counts_return(make_engine):
     assert all(used == 0 for used, *_ in after.pools.values())
 
 
-def test_nothing_compiles_after_warm_up(make_engine):
+def test_nothing_compiles_after_warm_up(make_engine):  # 97
     engine = make_engine("1x1", OPTIONS)
     engine.warm_up(score=True)
     engine.generate(shared_prompts(1, 6), SamplingParams(max_tokens=20))
