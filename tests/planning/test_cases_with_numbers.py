@@ -137,6 +137,22 @@ def test_a_replicated_state_is_a_group_of_its_own():  # M16
     assert [[layer.index for layer in group.layers] for group in groups] == [[0, 2], [1]]
 
 
+@pytest.mark.parametrize(
+    ("few", "many", "groups"),
+    [
+        ([full(i) for i in range(10)], [state(i) for i in range(10, 110)], [10] * 11),
+        ([LayerSpec("mla", i, "mla", 1152) for i in range(11)], [window(i, 1152, 128) for i in range(11, 54)],
+         [11, 11, 11, 11, 10]),
+    ],
+    ids=["100 states", "43 windows"],
+)  # fmt: skip
+def test_many_layers_are_cut_into_groups_that_do_not_widen_the_block(few, many, groups):  # M16
+    layout = unified([*few, *many], FREE)
+    assert [len(group.layers) for group in layout.groups] == groups
+    # The block is that of the few layers, and what it holds of the others is no larger.
+    assert layout.pools[0].block_bytes == layout.content[0] >= max(layout.content)
+
+
 def test_groups_of_the_draft_are_those_that_hold_its_layers():  # M11
     groups = group_layers([full(0), full(1, draft=True), window(2), state(3)])
     assert [group.draft for group in groups] == [True, False, False]
