@@ -65,7 +65,7 @@ class Controller:
         return Outcome(np.zeros(slots, np.int32), np.zeros(slots, bool), keys)
 
     def warm_up(self) -> StepPlan:
-        """Compile every transition on a spare state; returns an empty plan."""
+        """Compile every transition but `preempt_running` on a spare state; returns an empty plan."""
         spare = Controller(self.config)
         plan = spare.plan()
         spare.commit(spare.no_outcome())
