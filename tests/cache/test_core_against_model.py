@@ -53,7 +53,7 @@ def _serve(model: Model, name: str, prompt: list[int], answer: list[int]) -> int
 def test_every_step_of_requests_side_by_side_is_the_models_through_resets_that_preempt():  # L6
     geometry = resolve([GroupSpec("mla", "mla", 64), GroupSpec("kda", "recurrent", 64)], hash_unit=16)
     # The deepest shared prefix alone: the model remembers every fork it has seen, the core those of what is filed.
-    # Enough blocks: requests that end in one step may be released in either order, which decides what is evicted.
+    # Enough blocks: where content is held twice, the two may be served from either, which decides what is evicted.
     rules = Rules(geometry, (120, 120), (0, 1), max_requests=4, max_context=256, token_budget=128, junctions=1)
     model, core = Model(rules), Core(rules, config_of(rules, slots=4, max_context=256, drafts=0))
     rng = np.random.default_rng(0)
