@@ -33,7 +33,7 @@ def test_a_striped_block_counts_all_ranks_and_a_replicated_one_its_own():
     assert geometry.columns_of_hit(256) == (2, 16, 16)
 
 
-def test_dcp_4_with_64_rows_a_rank_gives_the_reference_table_widths():
+def test_dcp_4_with_64_rows_a_rank_gives_the_reference_table_widths():  # F2
     geometry = resolve([mla(rows=16), mla("draft", rows=16, replicated=True)], dcp=4)
     assert geometry.columns_of_hit(1024) == (16, 64)
     assert geometry.columns_of_hit(65) == (2, 5)

@@ -1,4 +1,4 @@
-"""Pure transitions of the cache state: arrive, commit, propose, withdraw, abort, reset.
+"""Pure transitions of the cache state: arrive, commit, propose, withdraw, abort, preempt_running, reset.
 
 Each takes (config, state, ...) and returns a new state; a transition that cannot be made returns
 the state it was given and says so. `hybrid_kv.schedule` adds the one that plans a step.
@@ -188,18 +188,36 @@ def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array
     return jax.tree.map(lambda new, old: jnp.where(idle, new, old), forget_all(config, state), state), idle
 
 
-def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """Take everything from a running request and put it back in the queue at its old place.
+def preempt_running(config: CacheConfig, state: CacheState) -> CacheState:
+    """Take everything from all running requests, as before a `reset`: they wait again at their old places.
 
-    Whatever the step being planned had for it is planned no more. Its rows in flight still give the tokens they
-    promise; it is admitted again when they have come.
+    Steps in flight still give their tokens, and nothing that they write is ever published.
     """
-    fields, place = layout(config), flights.newest(config, state)
-    planned = flights.at(config, state.requests[row], place)
-    state = _forget_names(config, state, row, state.requests[row, fields.COMPUTED])
-    request = flights.put(config, state.requests[row], place, flights.without_row(planned))
-    state = leave_prefill(config, state._replace(requests=state.requests.at[row].set(request)), row)
-    state = _wait_again(config, state, row)
+    fields = layout(config)
+
+    def give_way(config, state, row):
+        return _preempt(config, _forget_names(config, state, row, state.requests[row, fields.COMPUTED]), row)
+
+    running = state.requests[:, fields.STATUS] > WAITING
+    return _for_rows(config, running, give_way, pool.compact(config, state))
+
+
+def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    """Take everything from a running request while a step is planned, and put it back in the queue at its old place.
+
+    Whatever that step had for it is planned no more. Its rows in flight still give the tokens they promise; it is
+    admitted again when they have come.
+    """
+    place = flights.newest(config, state)
+    state = _forget_names(config, state, row, state.requests[row, layout(config).COMPUTED])
+    request = state.requests[row]
+    request = flights.put(config, request, place, flights.without_row(flights.at(config, request, place)))
+    return _preempt(config, state._replace(requests=state.requests.at[row].set(request)), row)
+
+
+def _preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+    fields = layout(config)
+    state = _wait_again(config, leave_prefill(config, state, row), row)
     return state._replace(
         requests=state.requests.at[row, fields.PREEMPTIONS].add(1), counters=state.counters.at[PREEMPTED].add(1)
     )

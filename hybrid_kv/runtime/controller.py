@@ -17,7 +17,7 @@ from hybrid_kv.hashing import KEY_WORDS
 from hybrid_kv.plan import StepPlan, plan_step
 from hybrid_kv.schedule.programs import compiled
 
-_TRANSITIONS = ("arrive", "commit", "withdraw", "abort", "reset")
+_TRANSITIONS = ("arrive", "commit", "withdraw", "abort", "reset", "preempt_running")
 
 
 class Controller:
@@ -48,8 +48,13 @@ class Controller:
     def abort(self, slot: int) -> None:
         self.state = self._jit["abort"](self.state, np.int32(slot))
 
-    def reset(self) -> bool:
-        """Forget all cached content; False, and nothing forgotten, while requests run."""
+    def reset(self, preempt_running: bool = False) -> bool:
+        """Forget all cached content; False, and nothing forgotten, while requests run, unless they are to wait again.
+
+        Preempting them is compiled when it is first asked for.
+        """
+        if preempt_running:
+            self.state = self._jit["preempt_running"](self.state)
         self.state, done = self._jit["reset"](self.state)
         return bool(done)
 
@@ -60,7 +65,7 @@ class Controller:
         return Outcome(np.zeros(slots, np.int32), np.zeros(slots, bool), keys)
 
     def warm_up(self) -> StepPlan:
-        """Compile every transition on a spare state; returns an empty plan."""
+        """Compile every transition but `preempt_running` on a spare state; returns an empty plan."""
         spare = Controller(self.config)
         plan = spare.plan()
         spare.commit(spare.no_outcome())

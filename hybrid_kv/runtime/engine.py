@@ -350,9 +350,12 @@ class Engine:
             pools=self._controller.pools(),
         )
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False, and nothing forgotten, while requests run."""
-        return self._controller.reset()
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget all cached content; False, and nothing forgotten, while requests run.
+
+        preempt_running: requests that run are computed anew, and keep their answers so far.
+        """
+        return self._controller.reset(preempt_running)
 
     def check(self) -> list[str]:
         """Broken invariants of the cache state, in words."""

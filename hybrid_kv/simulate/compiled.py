@@ -116,7 +116,7 @@ class Core:
         self.rules, self.config = rules, config
         self.requests: dict[str, Request] = {}
         self._state = initial_state(config)
-        names = ("arrive", "commit", "abort", "propose", "reset")
+        names = ("arrive", "commit", "abort", "propose", "preempt_running", "reset")
         self._jit = {name: compiled(getattr(transitions, name), config) for name in names}
         self._jit |= {"schedule": compiled(schedule, config), "lookup": compiled(lookup.lookup, config, consumes=False)}
         self._slots: list[Request | None] = [None] * config.max_requests
@@ -219,8 +219,10 @@ class Core:
         found = self._jit["lookup"](self._state, keys, np.int32(len(prompt)), np.int32(0))
         return Hit(int(found.hit), max(int(found.junction), int(found.hit)), Reason(int(found.reason)))
 
-    def reset(self) -> bool:
-        """Forget all content; False, and nothing changed, while any request runs."""
+    def reset(self, *, preempt_running: bool = False) -> bool:
+        """Forget all content; False, and nothing changed, while any request runs, unless they are to wait again."""
+        if preempt_running:
+            self._state = self._jit["preempt_running"](self._state)
         self._state, done = self._jit["reset"](self._state)
         self._seen = self._host()
         return bool(done)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from hybrid_kv.cache.emission import SEVERAL, EmissionCapability
 from hybrid_kv.cache.reference import Draft, Model, Row, Rules, Step
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
-from hybrid_kv.cache.reference.events import Removed, Stored
+from hybrid_kv.cache.reference.events import Cleared, Removed, Stored
 from hybrid_kv.cache.reference.external import Offer
 from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.errors import UserError
@@ -107,6 +107,7 @@ class _Traffic:
 
     def __init__(self, seed: int, requests: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
+        self.resets = random.Random(f"resets of {seed}")
         self.rules = draw_rules(self.rng)
         # Drafts of a row; also where no draft layer runs ahead, as with drafts looked up in the text.
         self.drafts = self.rules.slots_ahead or self.rng.choice([0, 0, 0, 3])
@@ -156,6 +157,8 @@ class _Traffic:
                 self.heard.update((event.group, key) for key in event.keys)
             elif isinstance(event, Removed):
                 self.heard[event.group, event.key] -= 1
+            elif isinstance(event, Cleared):
+                self.heard.clear()
         found = {name: len(self.model.index.all(name)) for name in self.model.index.names()}
         return "" if +self.heard == found else "events: they tell of other names than there are"
 
@@ -179,6 +182,8 @@ class _Traffic:
         """Plan a step, and complete the oldest one if as many are in flight as may be; whether anything happened."""
         if self.rng.random() < 0.05:
             self._withdraw()
+        if self.resets.random() < 0.005:
+            self._reset()
         step = self.model.schedule()
         self._count(step)
         if step.rows:
@@ -200,6 +205,13 @@ class _Traffic:
         self.counts["withdrawn"] += 1
         if Snapshot(self.model) != before:
             raise Unsound("a withdrawn step left something behind")
+
+    def _reset(self) -> None:
+        """Forget everything while requests run and steps are in flight; only a load under way may forbid it."""
+        self.counts["reset"] += 1
+        done = self.model.reset(preempt_running=True)
+        if done == bool(self.model.loads) or (done and list(self.model.index.names())):
+            raise Unsound("a reset left something behind")
 
     def _count(self, step: Step) -> None:
         self.counts.update(hit.reason.name for hit in step.admitted.values())

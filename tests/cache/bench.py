@@ -7,11 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hybrid_kv.cache.emission import EmissionCapability
 from hybrid_kv.cache.reference import Model, Rules, Step
 from hybrid_kv.cache.reference.content import Device, broken
 from hybrid_kv.cache.reference.pool import Block
 from hybrid_kv.cache.reference.request import Request
 from hybrid_kv.geometry import GroupSpec, resolve
+
+# Back ends that save one state inside a chunk, at multiples of 16 tokens from its start, or none.
+ONE = EmissionCapability(max_per_chunk=1, alignment=16, anchored=False)
+NONE = EmissionCapability(max_per_chunk=0, alignment=1, anchored=True)
 
 
 def full(block: int, name: str = "full", **options) -> GroupSpec:

@@ -16,7 +16,7 @@ def config(specs, pools, *, dcp=1, hash_unit=None, **more):
 
 
 @pytest.mark.parametrize(("replicated", "columns"), [(False, (2, 2, 16)), (True, (2, 16, 16))])
-def test_three_groups_at_dcp_8_serve_a_repeated_prefix_by_their_own_blocks(replicated, columns):
+def test_three_groups_at_dcp_8_serve_a_repeated_prefix_by_their_own_blocks(replicated, columns):  # F1
     specs = [
         GroupSpec("target", "mla", 16),
         GroupSpec("draft", "mla", 16, draft=True, replicated=replicated),
@@ -45,7 +45,7 @@ def test_dcp_4_with_2_rows_a_rank_serves_6_of_7_tokens():
     [(8, 16, 16, 16, (512, 513)), (8, 128, 128, 896, (127, 128, 129, 1040, 1168, 1296, 1449))],
 )
 @pytest.mark.parametrize("extension", [0, 32])
-def test_dcp_hits_land_on_the_hash_unit(dcp, unit, rows, block, prompts, extension):
+def test_dcp_hits_land_on_the_hash_unit(dcp, unit, rows, block, prompts, extension):  # F7
     specs = [GroupSpec("mla", "mla", rows), GroupSpec("kda", "recurrent", block)]
     serving = Serving(config(specs, (40, 40), dcp=dcp, hash_unit=unit))
     for length in prompts:
@@ -96,7 +96,7 @@ def test_a_ladder_serves_the_second_request_already():
         ((16064, 18433, 18432, 128, 1536, 16), False),
     ],
 )
-def test_validity_of_one_aligned_emission(arguments, valid):
+def test_validity_of_one_aligned_emission(arguments, valid):  # I1
     start, end, position, unit, block, alignment = arguments
     assert checkpoint_valid(start, end, position, unit, block, alignment) is valid
 
@@ -114,6 +114,6 @@ def test_position_of_the_usable_boundary(unit):
     ("lookahead", "prompt", "position"),
     [(0, 1089, 1088), (1, 1089, 1088), (2, 1089, 1024), (2, 1090, 1088), (3, 1089, 1024), (3, 1091, 1088)],
 )
-def test_position_leaves_the_tokens_that_prove_the_key(lookahead, prompt, position):
+def test_position_leaves_the_tokens_that_prove_the_key(lookahead, prompt, position):  # I14
     assert checkpoint_position(prompt, 64, lookahead=lookahead) == position
     assert checkpoint_position(5, 64) == 0

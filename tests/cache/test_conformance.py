@@ -5,9 +5,9 @@ The comment behind each names the case. Where this core serves more than the ref
 
 import pytest
 
-from hybrid_kv.cache.emission import SEVERAL, EmissionCapability
+from hybrid_kv.cache.emission import SEVERAL
 from hybrid_kv.cache.reference import Draft
-from tests.cache.bench import Bench, full, state, tokens, window
+from tests.cache.bench import NONE, ONE, Bench, full, state, tokens, window
 
 
 def test_a_prefix_that_others_share_gets_a_state_while_one_prefills():  # E11, E12
@@ -19,8 +19,27 @@ def test_a_prefix_that_others_share_gets_a_state_while_one_prefills():  # E11, E
     # The reference system hits 0 here: the state one token before the end of a prompt is kept as well.
     bench = Bench([full(16), state(16)], 16)
     bench.serve(a=tokens(0, 48))
-    assert bench.serve(b=tokens(0, 48) + tokens(1, 7)) == [48]
-    assert bench.serve(c=tokens(0, 47) + tokens(2, 7)) == [32]
+    bench.arrive("b", tokens(0, 48) + tokens(1, 7))
+    assert bench.step().admitted["b"][:2] == (48, 48)  # no junction
+    bench.arrive("c", tokens(0, 47) + tokens(2, 7))
+    assert bench.step().admitted["c"][:2] == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "hits"), [({"retention": None}, [0, 32, 32]), ({"junctions": 0}, [0, 0, 0]), ({}, [0, 0, 32])]
+)
+def test_without_retention_the_junction_is_what_the_third_request_hits(options, hits):  # E12
+    bench = Bench([full(16), state(16)], 16, **options)
+    shared = tokens(0, 32)
+    assert [bench.serve(**{name: shared + tokens(ord(name), 40)})[0] for name in "abc"] == hits
+
+
+def test_a_shared_length_without_a_state_is_reported_in_whole_units():  # E11
+    bench = Bench([full(16), state(16)], 16, tail=False, turn_end=False)
+    bench.serve(a=tokens(0, 48))
+    bench.arrive("c", tokens(0, 47) + tokens(2, 7))
+    assert bench.step().admitted["c"][:2] == (0, 32)
+    assert bench.serve(d=tokens(0, 47) + tokens(3, 7)) == [32]
 
 
 @pytest.mark.parametrize(("replicated", "columns"), [(False, [2, 2, 16]), (True, [2, 16, 16])])
@@ -44,18 +63,22 @@ def test_a_resent_prompt_hits_its_last_unit_under_dcp(dcp, unit, block, prompt, 
     bench = Bench([full(block, draft=drop), state(block)], unit, dcp=dcp, **rules)
     bench.serve(a=tokens(0, prompt))
     want = max((prompt // unit - 1) * unit, 0) if drop else (prompt - 1) // unit * unit
+    # The state that an identical prompt resumes from, and the one a longer prompt does.
+    kept = {want, want if drop else prompt // unit * unit} - {0}
+    assert set(bench.filed(tokens(0, prompt), 1)) == kept
     assert bench.serve(b=tokens(0, prompt)) == [want]
     # A longer one: a prompt of whole units is served to its end, where nothing is dropped.
     longer = want if drop else prompt // unit * unit
     assert bench.serve(c=tokens(0, prompt) + tokens(1, 32)) == [longer]
 
 
-@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 def test_a_state_needs_the_tokens_its_name_covers(lookahead):  # B15
     prompt = 1249
-    boundary = (prompt - lookahead) // 16 * 16
+    boundary = (prompt - max(lookahead, 1)) // 16 * 16
+    rules = {"draft": Draft.LOOKAHEAD, "lookahead": lookahead} if lookahead else {}
     for beyond in range(lookahead + 2):
-        bench = Bench([full(544, draft=True), state(544)], 16, draft=Draft.LOOKAHEAD, lookahead=lookahead)
+        bench = Bench([full(544, draft=bool(rules)), state(544)], 16, **rules)
         bench.serve(a=tokens(0, prompt))
         assert bench.serve(b=tokens(0, boundary + beyond) + tokens(1, 40)) == [boundary if beyond >= lookahead else 0]
 
@@ -71,6 +94,20 @@ def test_a_prompt_is_never_split_for_a_block_wider_than_the_budget():  # H2
     bench = Bench([full(11392), state(11392)], 11392, token_budget=8192)
     bench.serve(a=tokens(0, 30000))
     assert bench.ends["a"] == [8192, 16384, 24576, 30000]
+
+
+@pytest.mark.parametrize(
+    ("block", "budget", "prompt", "ends"),
+    [
+        (11392, 8192, 30000, [8192, 11392, 19584, 22784, 30000]),  # H2
+        (512, 384, 1300, [384, 512, 896, 1024, 1300]),  # H3
+    ],
+)
+def test_a_block_wider_than_the_budget_is_reached_in_pieces_where_states_are_saved_at_ends(block, budget, prompt, ends):
+    bench = Bench([full(block), state(block)], block, token_budget=budget, emission=NONE)
+    bench.serve(a=tokens(0, prompt))
+    assert bench.ends["a"] == ends
+    assert bench.serve(b=tokens(0, prompt)) == [prompt // block * block]
 
 
 @pytest.mark.parametrize("prompt", [1601, 1602, 3202])
@@ -104,9 +141,17 @@ def test_a_block_written_in_this_step_is_not_copied_from():  # Z2
     assert hits[0] == 64 and hits[1] >= 64
 
 
-# Back ends that save one state inside a chunk, at multiples of 16 tokens from its start, or none.
-ONE = EmissionCapability(max_per_chunk=1, alignment=16, anchored=False)
-NONE = EmissionCapability(max_per_chunk=0, alignment=1, anchored=True)
+def test_an_older_state_is_no_reason_to_copy_rows_that_this_step_writes():  # Z2
+    bench = Bench([full(64), state(64)], 32, dcp=4)
+    bench.serve(a=tokens(0, 65))
+    bench.forget(tokens(0, 65), 0, 64)
+    sibling = tokens(0, 65) + tokens(1, 255)
+    assert (bench.filed(sibling, 0), bench.filed(sibling, 1)) == ([], [64])
+    bench.arrive("x", sibling, answer=2)
+    bench.arrive("y", sibling, answer=2)
+    step = bench.step()
+    assert {name: hit.tokens for name, hit in step.admitted.items()} == {"x": 0} and not step.copies
+    assert bench.step().admitted["y"].tokens == 288
 
 
 @pytest.mark.parametrize("emission", [SEVERAL, ONE, NONE])
@@ -177,5 +222,5 @@ def test_an_aborted_prefill_leaves_what_was_committed_and_nothing_else(drop):  #
 
 def test_admission_counts_what_a_window_holds_at_once():  # A21
     bench = Bench([full(16), window(16, 64)], 16, blocks=32 + 13, token_budget=128, max_context=1024)
-    assert bench.serve(a=tokens(0, 511)) == [0]
-    assert bench.serve(b=tokens(0, 511)) == [496]
+    assert bench.serve(a=tokens(0, 512)) == [0]
+    assert bench.serve(b=tokens(0, 512)) == [496]

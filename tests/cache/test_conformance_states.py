@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_kv.cache.reference import Draft, Step
 from hybrid_kv.simulate.scenarios import rules_of
-from tests.cache.bench import Bench, full, state, tokens
+from tests.cache.bench import NONE, Bench, full, state, tokens
 
 # Which are kept
 
@@ -69,20 +69,39 @@ def test_a_prompt_in_two_chunks_keeps_its_end_and_what_retention_asks_for(retent
     assert bench.serve(b=prompt) == [(240 // unit - 1) * unit if drop else 239 // unit * unit]
 
 
-@pytest.mark.parametrize(("unit", "lookahead"), [(32, 0), (16, 0), (16, 1), (16, 3)])
+NO_DRAFT, DROP = {}, {"draft": Draft.DROP}
+
+
+def ahead(tokens: int) -> dict:
+    return {"draft": Draft.LOOKAHEAD, "lookahead": tokens}
+
+
+@pytest.mark.parametrize(
+    ("unit", "rules"),
+    [(32, NO_DRAFT), (16, NO_DRAFT), (32, DROP), (16, DROP), (32, ahead(1)), (16, ahead(1)), (16, ahead(3))],
+)
 @pytest.mark.parametrize(("prompt", "answer"), [(104, 1), (200, 1), (40, 25), (40, 26), (150, 44)])
 @pytest.mark.parametrize("budget", [64, 3200])
-def test_what_is_planned_is_what_is_saved_and_filed(unit, lookahead, prompt, answer, budget):  # I11
-    rules = {"draft": Draft.LOOKAHEAD, "lookahead": lookahead} if lookahead else {}
-    bench = Bench([full(32, draft=bool(rules)), state(32)], unit, token_budget=budget, turn_end=False, **rules)
+@pytest.mark.parametrize("retention", [0, None, 64])
+def test_what_is_planned_is_what_is_saved_and_filed(unit, rules, prompt, answer, budget, retention):  # I11
+    bench = Bench(
+        [full(32, draft=bool(rules)), state(32)],
+        unit,
+        token_budget=budget,
+        turn_end=False,
+        retention=retention,
+        **rules,
+    )
     request = bench.arrive("a", tokens(0, prompt), answer)
     planned = []
     while request.name in bench.model.requests:
         step = bench.schedule()
         planned += [boundary for row in step.rows for boundary, _ in row.emissions]
         bench.commit(step)
-    last = prompt - max(lookahead, 1)
-    assert last // unit * unit in planned
+    last = (
+        prompt // unit * unit - unit if rules is DROP else (prompt - max(rules.get("lookahead", 1), 1)) // unit * unit
+    )
+    assert last in planned or not last
     assert bench.filed(request.tokens, 1) == sorted(planned)
 
 
@@ -114,6 +133,7 @@ def test_lookahead_tokens_are_what_the_drafter_reads_ahead():  # B8
     cases = [
         ({"use_eagle": True}, 1), ({"use_eagle": True, "multi_module_mtp": True}, 2), ({}, 0),
         ({"use_eagle": True, "eagle_mode": "drop"}, 0), ({"use_eagle": True, "eagle_mode": "nodrop"}, 0),
+        ({"enable_prefix_caching": False}, 0),
     ]  # fmt: skip
     assert [rules_of(config | more).lookahead for more, _ in cases] == [want for _, want in cases]
 
@@ -177,14 +197,24 @@ def test_a_tail_saved_in_this_step_is_hit_in_the_next():  # G4
 # Chunks
 
 
-def test_a_prompt_is_not_cut_for_its_tail():  # H1: the reference system cuts at 8192, 9728, 9984
-    bench = Bench([full(512), state(512)], 32)
+@pytest.mark.parametrize("dcp", [1, 4])
+def test_a_prompt_is_not_cut_for_its_tail(dcp):  # H1: the reference system cuts at 8192, 9728, 9984
+    bench = Bench([full(512), state(512)], 32, dcp=dcp)
     prompt = tokens(0, 10_000)
     bench.serve(a=prompt)
     assert bench.ends["a"] == [8192, 10_000]
     assert bench.filed(prompt, 1) == [9984]
     assert bench.serve(b=[*prompt[:9990], *tokens(1, 2010)]) == [9984]
     assert bench.ends["b"] == [12_000]
+
+
+def test_a_prompt_is_cut_at_its_tail_alone_where_states_are_saved_at_the_ends_of_chunks():  # H1
+    bench = Bench([full(512), state(512)], 32, emission=NONE)
+    prompt = tokens(0, 10_000)
+    bench.serve(a=prompt)
+    assert bench.ends["a"] == [8192, 9984, 10_000]
+    assert bench.serve(b=[*prompt[:9990], *tokens(1, 2010)]) == [9984]
+    assert bench.ends["b"] == [11_968, 12_000]
 
 
 def test_a_resume_inside_a_block_runs_on_and_names_no_skipped_boundary():  # H6: the reference system stops at 3200
@@ -195,7 +225,10 @@ def test_a_resume_inside_a_block_runs_on_and_names_no_skipped_boundary():  # H6:
     assert bench.filed(prompt, 1) == [1984, 3600]
 
 
-@pytest.mark.parametrize(("prompt", "budgets"), [(2002, [364]), (3602, [1600, 1000])])
+@pytest.mark.parametrize(
+    ("prompt", "budgets"),
+    [(2002, [364]), (3602, [1600, 1000])] + [(3602, [first]) for first in (800, 900, 1599, 1601, 2000)],
+)
 @pytest.mark.parametrize("retention", [None, 0])
 def test_fragments_of_a_budget_leave_true_states_only(prompt, budgets, retention):  # H8, H10
     bench = Bench([full(1600), state(1600)], 16, retention=retention)

@@ -280,6 +280,25 @@ def test_reset_is_refused_while_a_request_runs_and_forgets_all_after():
     assert serve(serving, prompt(0, 40)) == 0
 
 
+def test_running_requests_wait_again_and_a_reset_forgets_what_they_held():  # L6
+    serving = Serving(config())
+    slots = [serving.add(prompt(seed, 90 + seed), 9) for seed in range(2)]
+    for _ in range(3):
+        serving.step()
+    plan = serving.plan()
+    serving.execute(plan)
+    known = [list(serving.live[slot][0]) for slot in slots]
+    serving.state = transitions.preempt_running(serving.config, serving.state)
+    serving.state, done = transitions.reset(serving.config, serving.state)
+    assert done and free(serving) == [40, 12]
+    # The step in flight gives its tokens and files nothing.
+    serving.commit(plan)
+    assert [len(serving.live[slot][0]) for slot in slots] == [len(tokens) + 1 for tokens in known]
+    admitted = len(serving.admissions)
+    serving.run()
+    assert serving.admissions[admitted:] == [(slots[0], 0, 0, "COLD"), (slots[1], 0, 0, "COLD")]
+
+
 def test_drafts_give_way_where_their_rows_find_no_blocks():
     geometry = resolve([GroupSpec("mla", "mla", 4)])
     small = CacheConfig(

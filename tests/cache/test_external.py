@@ -5,10 +5,12 @@ import pytest
 
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference import Load, Model, Offer, Rules
-from hybrid_kv.cache.reference.content import Device, broken
+from hybrid_kv.cache.reference.content import Device, Unsound, broken
 from hybrid_kv.cache.reference.snapshot import Snapshot
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
+from tests.cache.bench import Bench as Local
+from tests.cache.bench import full, state, tokens
 
 
 class Store:
@@ -99,6 +101,168 @@ def test_rows_that_are_here_are_not_fetched_again():  # 92
     (load,) = bench.step().loads
     assert (load.tokens, load.first) == (1488, [1024, 1488])
     assert bench.hits["b"].tokens == 1488
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_hits_of_all_groups_are_held_before_a_fetch_takes_anything(groups, asynchronous):  # A20
+    # Five blocks of each group are here, two are fetched, one is computed: all there are.
+    specs = [GroupSpec(str(number), "full", 16) for number in range(groups)]
+    bench = Bench(Store(), specs, blocks=8 * groups)
+    prompt = list(range(120))
+    bench.serve("a", prompt[:81])
+    for name in ("b", "c"):  # b again once it has left, and what it left was overwritten
+        bench.store.answers[name] = Offer(112, asynchronous=asynchronous)
+        bench.model.arrive(name, prompt, answer=2)
+        request = bench.model.requests[name]
+        step = bench.model.schedule()
+        (load,) = step.loads
+        if asynchronous:
+            bench.bring()
+            step = bench.model.schedule()
+        assert load.first == [80] * groups and step.admitted[name].tokens == 112
+        held = request.held()
+        assert len(set(held)) == len(held) - (7 * groups if request.pins else 0)
+        assert [sorted(table) for table in request.tables] == [list(range(8))] * groups
+        assert all(block.holders == 1 for block in held) and bench.free == 0
+        bench.model.abort(name)
+        assert bench.free == 8 * groups
+        bench.model.commit(step, {})
+        bench.model.reset()
+        bench.serve(f"a before {name}", prompt[:81])
+
+
+def test_rows_and_states_of_one_length_are_what_is_fetched():  # N1
+    specs = [GroupSpec("full", "full", 32), GroupSpec("kda", "recurrent", 32)]
+    for offer, hit in ((Offer(48, (32, 48)), 48), (Offer(48, (32,)), 32), (Offer(32, (32, 48)), 32)):
+        bench = Bench(Store(a=offer), specs)
+        assert bench.serve("a", range(60)).tokens == hit
+    # The same of what is here: states at 32 and 48, rows to 48.
+    for group, hit in ((None, 48), (1, 32), (0, 32)):
+        bench = Local([full(32), state(32)], 16, retention=None)
+        prompt = tokens(0, 60)
+        bench.serve(a=prompt[:49])
+        assert [bench.filed(prompt, g) for g in (0, 1)] == [[16, 32, 48], [32, 48]]
+        if group is not None:
+            bench.forget(prompt, group, 48)
+        assert bench.serve(b=prompt) == [hit]
+
+
+@pytest.mark.parametrize(
+    ("offer", "hit", "first"), [(Offer(0), 16, None), (Offer(80), 16, None), (Offer(80, (80,)), 80, [64, 80])]
+)
+def test_rows_that_lie_deeper_than_the_state_count_once_the_state_is_fetched(offer, hit, first):  # E21
+    bench = Local([full(16), state(16)], 16)
+    prompt = tokens(0, 100)
+    bench.serve(a=prompt[:17], b=prompt[:65])
+    bench.forget(prompt, 1, 64)
+    assert bench.model.probe(prompt)[:2] == (16, 64)
+    bench.model.external = Store(c=offer)
+    bench.arrive("c", prompt)
+    step = bench.step()
+    assert step.admitted["c"].tokens == hit
+    assert [load.first for load in step.loads] == ([first] if first else [])
+
+
+def test_a_fetch_that_ends_inside_a_block_goes_on_in_it_and_leaves_its_own_tail():  # G17
+    specs = [GroupSpec("full", "full", 8), GroupSpec("kda", "recurrent", 8)]
+    bench = Bench(Store(a=Offer(10, (10,))), specs, unit=2)
+    prompt = list(range(15))
+    bench.model.arrive("a", prompt, answer=9)
+    step = bench.step()
+    assert step.admitted["a"].tokens == 10 and not step.copies
+    assert {bench.model.probe([*prompt[:length], 99, 98]).tokens for length in (10, 12, 14)} == {10, 14}
+
+
+def test_a_store_serves_after_a_reset_what_it_has():  # I22
+    specs = [GroupSpec("full", "full", 6144), GroupSpec("kda", "recurrent", 6144)]
+    bench = Bench(Store(b=Offer(7449, (7424,))), specs, unit=128)
+    assert bench.serve("a", range(7449)).tokens == 0
+    assert bench.model.reset()
+    assert bench.serve("b", range(7449)).tokens == 7424
+
+
+def test_what_was_fetched_is_tried_before_all_that_wait():  # L4
+    bench = Bench(Store(late=Offer(64, asynchronous=True)), max_active=1)
+    bench.model.arrive("late", range(100))
+    bench.step()
+    bench.model.arrive("running", [8] * 20, answer=9)
+    first = bench.model.schedule()
+    bench.device.plan(first)
+    assert list(first.admitted) == ["running"]
+    bench.device.run(first, {"running": [1]})
+    bench.model.commit(first, {"running": [1]})
+    bench.device.check(first)
+    bench.model.arrive("early", [9] * 20)
+    bench.bring()
+    bench.model.requests["late"].order = 99  # whoever came first
+    bench.model.finish("running")
+    assert list(bench.step().admitted) == ["late"]
+    assert list(bench.step().admitted) == ["early"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_loaded_back_lies_beside_what_took_its_old_place_in_the_same_step(asynchronous):  # 45
+    bench = Bench(Store(again=Offer(96, asynchronous=asynchronous)), blocks=14)
+    prompt = list(range(100))
+    bench.serve("a", prompt)
+    assert bench.model.reset()  # it is in the store alone
+    bench.model.arrive("b", [7] * 79, answer=9)
+    bench.model.arrive("again", prompt, answer=9)
+    step = bench.model.schedule()
+    bench.device.plan(step)
+    (load,) = step.loads
+    taken = bench.model.requests["b"].held()
+    # b has the blocks that a had, and none of those that are loaded into.
+    assert [block.number for block in taken] == [1, 2, 3, 4, 5] and not set(taken) & set(load.held())
+    if asynchronous:
+        bench.bring()
+    answers = {row.request.name: [1] for row in step.rows}
+    bench.device.run(step, answers)
+    bench.model.commit(step, answers)
+    bench.device.check(step)
+    # The device looks at every row that is read.
+    step = bench.step()
+    assert {row.request.name for row in step.rows} == {"b", "again"}
+
+
+@pytest.mark.parametrize("leaving", ["finish", "abort", "abort in the middle of its prefill", "preempt"])
+def test_blocks_given_back_with_a_step_in_flight_are_not_loaded_into_before_it_has_run(leaving):  # K5, K6, K9
+    bench = Bench(Store(b=Offer(96, asynchronous=True)), blocks=7, steps_in_flight=3, chunk_limit=16, admit_whole=False)
+    model, device = bench.model, bench.device
+    model.arrive("a", range(100, 180), answer=20, read_cache=False)
+    model.arrive("other", [7, 8], answer=9)
+    steps = []
+    while "a" in model.requests and len(steps) < 2:
+        steps.append(model.schedule())
+        device.plan(steps[-1])
+        if leaving != "abort in the middle of its prefill" and model.requests["a"].planned < 80:
+            step = steps.pop(0)
+            answers = {row.request.name: [1] for row in step.rows if row.samples}
+            device.run(step, answers)
+            model.commit(step, answers)
+    model.abort("other")
+    if leaving == "finish":
+        model.finish("a")
+    elif leaving == "preempt":
+        assert model.reset(preempt_running=True)
+        model.abort("a")
+    else:
+        model.abort("a")
+    assert bench.free == 7  # at once: steps run in their order
+    model.arrive("b", range(100))
+    model.schedule()
+    (load,) = model.loads
+    assert load.after is steps[-1]
+    with pytest.raises(Unsound, match="a load begins before a step that may write"):
+        device.load(load)
+    for step in steps:  # in the order they were planned, and not the fence of the last one only
+        with pytest.raises(Unsound):
+            device.load(load)
+        device.run(step, {})
+        model.commit(step, {})
+    bench.bring()
+    assert model.schedule().admitted["b"].tokens == 96
 
 
 def test_a_shorter_offer_than_what_is_here_is_not_taken():

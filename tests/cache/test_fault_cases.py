@@ -30,11 +30,11 @@ def test_what_retention_keeps_is_what_a_lookup_with_its_drop_can_use():  # 3
     assert bench.serve(b=tokens(0, 11_910)) == [9600]
 
 
-@pytest.mark.parametrize("coarse", [state(1024), window(1024, 1024)], ids=["state", "window"])
-def test_a_drop_comes_before_the_alignment(coarse):  # 4, a sixteenth of its size
-    bench = Bench([full(8, draft=True), coarse], 8, draft=Draft.DROP)
-    bench.serve(a=tokens(0, 2057))
-    assert bench.serve(b=tokens(0, 2057)) == [2048]
+@pytest.mark.parametrize("coarse", [state(16_384), window(16_384, 16_384)], ids=["state", "window"])
+def test_a_drop_comes_before_the_alignment(coarse):  # 4
+    bench = Bench([full(128, draft=True), coarse], 128, draft=Draft.DROP)
+    bench.serve(a=tokens(0, 32_900))
+    assert bench.serve(b=tokens(0, 32_900)) == [32_768]
 
 
 @pytest.mark.parametrize(("retention", "hits"), [(0, [0, 0, 1056]), (None, [0, 1056, 1056])])
@@ -122,6 +122,14 @@ def test_a_whole_hit_leaves_one_token_and_loses_nothing(specs):  # 23
     bench = Bench(specs, 16)
     bench.serve(a=tokens(0, 64))
     assert bench.serve(b=tokens(0, 64)) == [48]
+    assert bench.serve(c=tokens(0, 192)) == [64]
+
+
+@pytest.mark.parametrize("specs", [[full(16)], [full(16), state(16)]], ids=["full", "and states"])
+def test_a_whole_hit_in_units_of_one_token_leaves_one_token(specs):  # 23
+    bench = Bench(specs, 1)
+    bench.serve(a=tokens(0, 64))
+    assert bench.serve(b=tokens(0, 64)) == [63]
     assert bench.serve(c=tokens(0, 192)) == [64]
 
 
@@ -267,15 +275,15 @@ def test_another_request_on_the_same_prefix_lets_go_of_nothing_but_its_own():  #
 # Eviction and retention
 
 
-def test_a_fork_deep_in_an_old_chain_finds_a_spaced_state():  # 46, a sixteenth of its size
-    bench = Bench([full(128), state(128)], 128, blocks=(80, 50), token_budget=512, retention=None)
-    chains = [tokens(seed, 2049) for seed in range(3)]
+def test_a_fork_deep_in_an_old_chain_finds_a_spaced_state():  # 46
+    bench = Bench([full(2048), state(2048)], 2048, blocks=(80, 50), token_budget=8192, retention=None)
+    chains = [tokens(seed, 32_769) for seed in range(3)]
     for number, chain in enumerate(chains):
         bench.serve(**{str(number): chain})
-    bench.serve(more=tokens(9, 1100))
+    bench.serve(more=tokens(9, 17_600))
     assert bench.model.pools[1].evicted > 0
-    # By age alone the states at 512 and 256 were taken before those further on. Those at 1, 2, 4, ... blocks stay.
-    assert bench.serve(fork=chains[0][:512] + tokens(8, 100)) == [512]
+    # By age alone the states at 8192 and 4096 were taken before those further on. Those at 1, 2, 4, ... blocks stay.
+    assert bench.serve(fork=chains[0][:8192] + tokens(8, 1600)) == [8192]
 
 
 def test_the_tail_of_a_prefix_goes_before_its_head_however_it_was_computed():  # 48
@@ -355,6 +363,43 @@ def test_after_each_verification_the_state_is_that_of_the_accepted_tokens():  # 
         assert bench.device.states[request.tables[1][0]] == tags[request.computed]
         assert max(bench.filed(request.tokens, 0)) <= request.computed
     assert computed == [21, 23, 26, 30]
+
+
+def test_a_step_is_settled_with_the_tables_it_was_planned_with():  # 58
+    specs = [full(4, draft=True), window(4, 8, draft=True), state(4)]
+    bench = Bench(specs, 4, draft=Draft.DROP, slots_ahead=3, steps_in_flight=3)
+    request = bench.arrive("a", tokens(0, 10), answer=80)
+    flying, moved = [], 0
+    for number in range(24):
+        bench.model.propose("a", 3)
+        before = [dict(table) for table in request.tables]
+        flying.append(bench.schedule())
+        moved += before != request.tables
+        if len(flying) == 3:
+            # Tables of the two steps behind it exist, and tokens they count on may be refused.
+            bench.commit(flying.pop(0), accept=number % 4)
+            tags = bench.device.tags_of(request)
+            assert request.computed == len(request.tokens) - 1
+            assert bench.device.states[request.tables[2][0]] == tags[request.computed]
+            assert max(bench.filed(request.tokens, 0), default=0) <= request.computed
+    assert moved > 5 and len(request.tokens) > 40
+
+
+def test_rows_behind_a_refused_draft_read_the_prefix_as_it_stands():  # 59
+    specs = [full(4, draft=True), full(4, "target"), state(4), state(4, "two")]
+    bench = Bench(specs, 4, draft=Draft.DROP, slots_ahead=3)
+    request = bench.arrive("a", tokens(0, 21), answer=40)
+    bench.step()
+    ends = []
+    for _ in range(4):
+        bench.model.propose("a", 3)
+        # Of four tokens the second is refused: one draft holds, and the device looks at all rows that are read.
+        step = bench.step(accept=1)
+        assert (step.rows[0].length, step.rows[0].start) == (4, ends[-1] if ends else 21)
+        ends.append(request.computed)
+        tags = bench.device.tags_of(request)
+        assert [bench.device.states[request.tables[group][0]] for group in (2, 3)] == [tags[request.computed]] * 2
+    assert ends == [23, 25, 27, 29]
 
 
 # Context-parallel shards

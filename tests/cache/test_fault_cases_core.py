@@ -116,6 +116,51 @@ def test_a_resume_inside_a_block_runs_on_and_names_no_skipped_boundary(core):  #
     assert core.admissions[-1][2:] == (128, "NO_STATE")
 
 
+def test_a_whole_hit_leaves_one_token_and_loses_nothing(core):  # 23
+    assert [serve(core, tokens(0, count)) for count in (64, 64, 190)] == [0, 48, 64]
+
+
+def test_siblings_of_an_older_state_start_in_one_step(core):  # J6
+    serve(core, tokens(0, 100))
+    for seed in range(1, 4):
+        core.add(tokens(0, 96) + tokens(seed, 9), 2)
+    plan = core.step()
+    assert plan.rows == 3 and plan.hit[:3].tolist() == [96] * 3
+    core.run()
+
+
+def test_a_junction_gets_a_state_of_its_own(core):  # Z5, E9, E12
+    base, shared = tokens(0, 60), tokens(1, 60)
+    serve(core, base)
+    assert serve(core, base + shared + tokens(2, 40)) == 48
+    assert serve(core, base + shared + tokens(3, 40)) == 48
+    assert core.admissions[-1][2:] == (112, "NO_STATE")
+    assert serve(core, base + shared + tokens(4, 40)) == 112
+
+
+def test_who_saved_a_tail_goes_on_in_its_own_slot(core):  # G2, G3, G4
+    prompt = tokens(0, 41)
+    owner, twin = core.add(prompt, 12), core.add(prompt, 3)
+    plan = core.step()
+    assert plan.rows == 1 and plan.slot[0] == owner
+    running = int(plan.write[0][0])
+    saved = [int(slot) for at, slot in zip(plan.emit_position[0], plan.emit_slot[0][0], strict=True) if at == 32]
+    assert saved and running not in saved
+    plan = core.step()
+    row = row_of(plan, twin)
+    assert plan.hit[row] == 32 and plan.read[0][row] == saved[0]
+    assert plan.write[0][row_of(plan, owner)] == running != plan.write[0][row]
+    core.run()
+    assert serve(core, [*prompt, 9, 9]) == 32
+
+
+def test_the_next_turn_resumes_behind_the_answer(core):  # I23, Z13
+    slot = core.add(tokens(0, 70), 60)
+    text = core.live[slot][0]
+    core.run()
+    assert serve(core, text + tokens(1, 20)) == 128
+
+
 def test_nothing_compiles_after_the_first_steps(core):  # 97
     serve(core, tokens(0, 70), 2)
     jitted = [core.compiled[name] for name in ("arrive", "plan", "commit")]

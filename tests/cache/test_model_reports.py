@@ -147,6 +147,52 @@ def test_every_registration_is_told_with_its_tokens_and_its_parent():  # C1, C3
     assert core.drain_events() == []  # nothing new
 
 
+def test_an_event_covers_the_units_that_were_filed_of_one_block():  # C3
+    geometry = resolve([GroupSpec("mla", "mla", 16)], hash_unit=4)
+    core = Model(Rules(geometry, (20,), (0,), events=True))
+    core.arrive("a", range(10), answer=9)
+    core.commit(core.schedule(), {"a": [10]})
+    first = core.drain_events()
+    for token in range(11, 19):
+        core.commit(core.schedule(), {"a": [token]})
+    keys = core.prefixes.known(range(20), 4)
+    assert first == [Stored(0, (keys[0], keys[1]), 0, 8, None, 16)]
+    # Units of the answer as they are computed, each behind the one before; the seventeenth token is no unit yet.
+    assert core.drain_events() == [
+        Stored(0, (keys[2],), 8, 12, keys[1], 16), Stored(0, (keys[3],), 12, 16, keys[2], 16),
+    ]  # fmt: skip
+
+
+def test_a_full_report_tells_of_hits_again_and_of_nothing_where_there_is_none():  # C2
+    for hits, told in ((True, 2), (False, 0)):
+        core = model(events=True, event_hits=hits)
+        serve(core, "a", range(9))
+        core.drain_events()
+        core.arrive("b", [7] * 9, answer=5)
+        step = core.schedule()
+        assert core.drain_events() == []
+        core.commit(step, {"b": [1]})
+        core.drain_events()
+        core.arrive("c", range(9), answer=5)
+        core.schedule()
+        events = core.drain_events()
+        assert [(event.group, event.first, event.stop) for event in events] == (
+            [(0, 0, 4), (0, 4, 8), (1, 4, 8)] if told else []
+        )
+
+
+def test_a_prompt_of_whole_units_leaves_rows_and_state_one_unit_before_its_end():  # Z11
+    """Whoever follows the events, to keep a second copy elsewhere, hears of both."""
+    geometry = resolve([GroupSpec("mla", "mla", 32), GroupSpec("kda", "recurrent", 32)], hash_unit=16)
+    core = Model(Rules(geometry, (20, 20), (0, 1), events=True))
+    serve(core, "a", range(64))
+    told = core.drain_events()
+    key = core.prefixes.known(range(64), 16)[2]  # of 48 tokens, where the same prompt resumes
+    assert any(event.group == 0 and key in event.keys and event.block == 32 for event in told)
+    assert [(event.first, event.stop) for event in told if event.group == 1] == [(48, 64), (32, 48)]
+    assert core.probe(range(64)).tokens == 48
+
+
 def test_the_loss_of_every_key_is_told():  # C1
     core = model(blocks=(3, 20), events=True)
     serve(core, "a", range(9))

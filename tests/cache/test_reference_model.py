@@ -4,6 +4,7 @@ import collections
 
 import pytest
 
+from hybrid_kv.cache.emission import EmissionCapability
 from hybrid_kv.cache.reference import (
     Draft,
     Model,
@@ -326,7 +327,10 @@ def test_drafts_are_for_one_row():
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"ladder": (6,)}, "ladder"), ({"ladder": (0,)}, "ladder"), ({"slots_ahead": -1}, "slots_ahead"),
-     ({"token_budget": 0}, "token_budget")],
+     ({"token_budget": 0}, "token_budget"), ({"chunk_limit": 0}, "chunk_limit"), ({"max_requests": 0}, "max_requests"),
+     ({"junctions": -1}, "junctions: got -1"), ({"lookahead": -1}, "lookahead: got -1"),
+     ({"emission": EmissionCapability(-1, 1, True)}, "emission"),
+     ({"emission": EmissionCapability(1, 0, True)}, "emission")],
 )  # fmt: skip
 def test_rules_that_cannot_work_are_refused(options, named):
     with pytest.raises(UserError, match=named):

@@ -16,7 +16,7 @@ def test_chains_and_swaps_copy_the_old_content_and_null_targets_do_nothing():
     np.testing.assert_array_equal(got, want)
 
 
-def test_any_number_of_copies_is_one_program():
+def test_any_number_of_copies_is_one_program():  # 99
     pool = jnp.arange(64.0).reshape(1, 64, 1)
     copy = jax.jit(lambda *args: copy_blocks(*args))
     for count in range(1, 38):

@@ -28,7 +28,7 @@ def mixed(block=16):
     return per_shape(layers, BlockOptions(hash_unit=block))
 
 
-def test_concurrency_is_blocks_by_the_blocks_of_one_request():
+def test_concurrency_is_blocks_by_the_blocks_of_one_request():  # M13
     budget = Budget(memory=1, max_context=16_384, step_tokens=1024)
     (rows,) = group_need(full().geometry, 16_384, budget)
     (recent,) = group_need(window(1024).geometry, 16_384, budget)
@@ -50,7 +50,7 @@ def test_a_window_never_holds_more_than_the_request_has():
     assert group_need(window(1024).geometry, 40, Budget(memory=1, max_context=40)) == (3,)
 
 
-def test_the_null_block_is_nobodys():
+def test_the_null_block_is_nobodys():  # M9, M10
     block = 16 * ROW
     with pytest.raises(UserError, match="memory: got 51200; one request of 512 tokens takes 52800 bytes with null"):
         size_pools(full(), Budget(32 * block, 512))

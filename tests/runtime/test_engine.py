@@ -47,7 +47,7 @@ def test_eviction_and_preemption_change_no_token_and_counts_return(make_engine):
     assert all(used == 0 for used, *_ in after.pools.values())
 
 
-def test_nothing_compiles_after_warm_up(make_engine):
+def test_nothing_compiles_after_warm_up(make_engine):  # 97
     engine = make_engine("1x1", OPTIONS)
     engine.warm_up(score=True)
     engine.generate(shared_prompts(1, 6), SamplingParams(max_tokens=20))
@@ -182,6 +182,22 @@ def test_what_cannot_work_is_refused_when_the_engine_is_made(tiny_checkpoint, me
 def test_options_are_checked_where_they_are_made():
     with pytest.raises(UserError, match="hash_unit: got 0"):
         CacheOptions(hash_unit=0)
+
+
+def test_forgetting_what_running_requests_hold_changes_no_token(make_engine):  # L6
+    prompts = shared_prompts(11, 3)
+    params = SamplingParams(max_tokens=30, ignore_stop=True)
+    engine = make_engine("1x1", OPTIONS)
+    expected = [result.tokens for result in engine.generate(prompts, params)]
+    engine = make_engine("1x1", OPTIONS)
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    for _ in range(9):
+        engine.step()
+    assert not engine.reset_prefix_cache()
+    assert engine.reset_prefix_cache(preempt_running=True) and engine.check() == []
+    assert all(used == cached == 0 for used, cached, *_ in engine.stats().pools.values())
+    drain(engine)
+    assert [engine.result(i).tokens for i in ids] == expected
 
 
 def test_warming_up_disturbs_neither_the_cache_nor_live_requests(make_engine):

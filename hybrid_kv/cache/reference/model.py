@@ -208,14 +208,31 @@ class Model(Scheduling):
         return hit._replace(reason=why.reason(self, chain, prompt, salt, hit))
 
     @noted
-    def reset(self) -> bool:
-        """Forget all content; False, and nothing changed, while any request or step holds a block."""
+    def reset(self, *, preempt_running: bool = False) -> bool:
+        """Forget all content; False, and nothing changed, while any request, step or load holds a block.
+
+        preempt_running: take the blocks of requests and steps first: whoever runs waits again at its old place and is
+        computed anew, steps in flight give their tokens and leave nothing. A load under way keeps its blocks.
+        """
+        if preempt_running and not self.loads:
+            self._take_all_back()
         if any(pool.free < pool.size for pool in self.pools):
             return False
         self.index.clear()
         for pool in self.pools:
             pool.reset()
         return True
+
+    def _take_all_back(self) -> None:
+        for name in list(self.running):
+            self._put_back(self.requests[name])
+        for name in self.waiting:
+            self._unpin_load(self.requests[name])
+            self.requests[name].asked = False
+        for step in self.flying:
+            for row in step.rows:
+                row.drop_emissions()
+        self.forget_unheld()
 
     def drain_events(self) -> list[Event]:
         """What was filed and lost since the last call; events of a step that may still be withdrawn come later."""

@@ -50,8 +50,9 @@ def take(core: Core, request: Request, end: int) -> None:
 
 
 def reach(rules: Rules, request: Request, end: int) -> int:
-    """The token up to which blocks are taken. None beyond the longest answer: rows there are drafts nobody keeps."""
-    longest = request.prompt + request.answer
+    """The token up to which blocks are taken. None for the last of the longest answer, which is never computed, nor
+    beyond it: rows there are drafts nobody keeps."""
+    longest = request.prompt + request.answer - 1
     return min(min(end, longest) + rules.slots_ahead, rules.max_context)
 
 

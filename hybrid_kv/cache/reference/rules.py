@@ -81,9 +81,11 @@ class Rules:
             raise UserError("watermark", self.watermark, "use a share of the pool, from 0 to below 1")
         if self.emission.max_per_chunk < 0 or self.emission.alignment < 1:
             raise UserError("emission", self.emission, "use 0 or more states a chunk, at multiples of 1 or more tokens")
-        if self.retention is not None and (self.retention < 0 or self.retention % self.geometry.schedule_block):
-            raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.geometry.schedule_block}")
-        if (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
+        if self.retention is not None and (self.retention < 0 or self.retention % self.geometry.hit_unit):
+            raise UserError("retention", self.retention, f"use None, 0 or a multiple of {self.geometry.hit_unit}")
+        if self.junctions < 0:
+            raise UserError("junctions", self.junctions, "use 0 or more")
+        if self.lookahead < 0 or (self.lookahead > 0) != (self.draft is Draft.LOOKAHEAD):
             raise UserError("lookahead", self.lookahead, "give at least 1 with draft=lookahead, 0 otherwise")
 
     @property

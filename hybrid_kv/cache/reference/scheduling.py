@@ -204,11 +204,15 @@ class Scheduling(Settling):
             step.rows.remove(row)
             request.rows.remove(row)
             row.drop_emissions()
+        self._put_back(request)
+        step.preempted.append(request.name)
+
+    def _put_back(self, request: Request) -> None:
+        """From those that run to the queue, with nothing but its tokens."""
         self._release(request)
         self._clear(request)
         request.running = False
         request.epoch += 1
         self.running.remove(request.name)
         self.waiting.append(request.name)
-        step.preempted.append(request.name)
         self.statistics.preemptions += 1
