@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import index, pool
+from hybrid_kv.cache import index, log, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.publish import (
+    confirm_states,
     leave_prefill,
     publish_turn_end,
     publish_units,
@@ -33,6 +34,7 @@ from hybrid_kv.cache.state import (
     forget_all,
     layout,
 )
+from hybrid_kv.cache.statistics import take_back
 from hybrid_kv.cache.windows import leave_windows, part
 
 # On the host or on a device.
@@ -139,7 +141,7 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     scheduled, admitted = state.requests[:, fields.SCHEDULED] > 0, state.requests[:, fields.ADMITTED] > 0
     state = _for_rows(config, scheduled, _forget_plan, pool.compact(config, state))
     state = _for_rows(config, scheduled & ~admitted, _settle, state)
-    state = _for_rows(config, admitted, _wait_again, state)
+    state = take_back(_for_rows(config, admitted, _wait_again, state))
     return state._replace(counters=state.counters.at[DONE].set(state.counters[PLANNED]))
 
 
@@ -162,7 +164,10 @@ def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState
 def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
     """Forget all cached content: (state, done). Refused, state unchanged, while a request runs."""
     idle = (state.requests[:, layout(config).STATUS] <= WAITING).all()
-    return jax.tree.map(lambda new, old: jnp.where(idle, new, old), forget_all(config, state), state), idle
+    empty = forget_all(config, state)
+    if log.is_kept(state):
+        empty = log.cleared(empty)
+    return jax.tree.map(lambda new, old: jnp.where(idle, new, old), empty, state), idle
 
 
 def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
@@ -235,10 +240,13 @@ def _for_rows(config: CacheConfig, mask: jax.Array, body, state: CacheState) -> 
 
 
 def _settle(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    """Drop the pins of what a row read, copied from and saved; what it saved was filed when it was planned."""
+    """Drop the pins of what a row read, copied from and saved; what it saved was filed when it was planned, and counts
+    from now on."""
     fields, geometry = layout(config), config.geometry
     request = state.requests[row]
     emitted = request[fields.emit_slot].reshape(fields.emissions, fields.recurrent)
+    # In a step that is withdrawn they have lost their keys.
+    state = confirm_states(config, state, row, request[fields.emit_position], emitted)
     pinned = []
     for position, group in enumerate(geometry.paged):
         pinned.append((group, request[fields.copy_source][position : position + 1]))

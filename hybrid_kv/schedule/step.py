@@ -21,6 +21,7 @@ from hybrid_kv.cache.state import (
     CacheState,
     layout,
 )
+from hybrid_kv.cache.statistics import note_step
 from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
 from hybrid_kv.schedule.order import comes_after, first_of, last_running, may_preempt, preempt_last
 from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
@@ -58,13 +59,14 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     one token, the budget covers all request slots, and later requests are preempted for earlier ones.
     """
     state = pool.compact(config, state)
-    before = state.counters[PREEMPTED]
+    start = state.counters
+    before = start[PREEMPTED]
     state = state._replace(counters=state.counters.at[PLANNED].add(1))
     no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
     loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), no, no)
     loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
     # Whether requests lack blocks decides about the states that the next step saves.
-    state, fields = loop.state, layout(config)
+    state, fields = note_step(loop.state, start), layout(config)
     short = loop.short | (state.counters[PREEMPTED] > before)
     chunks = state.requests[:, fields.SCHEDULED] - state.requests[:, fields.VERIFYING] > 1
     last = jnp.where(chunks.any(), state.counters[PLANNED], state.counters[LAST_PREFILL])

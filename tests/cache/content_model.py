@@ -2,7 +2,8 @@
 
 It takes a `StepPlan` literally, in the order of a device step (copies, reads, writes, emissions),
 and fails where a row would read anything but the content its positions name. Driving the cache
-with it checks soundness of hits, copies and checkpoints without any numerics.
+with it checks soundness of hits, copies and checkpoints without any numerics. Where the configuration keeps a log, a
+listener follows it after every transition.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from hybrid_kv.cache.reference.lookup import window_units
 from hybrid_kv.cache.state import PREEMPTED, initial_state
 from hybrid_kv.plan import StepPlan, plan_step
 from hybrid_kv.schedule.programs import compiled
+from tests.cache.listener import Listener
 
 
 class Serving:
-    """Cache, make-believe device and make-believe sampler of one configuration. compiled: its transitions."""
+    """Cache, make-believe device and make-believe sampler of one configuration. compiled: its transitions. listener:
+    None where there is no log."""
 
     def __init__(self, config: CacheConfig, seed: int = 0) -> None:
         self.config, self.state = config, initial_state(config)
-        names = ("arrive", "commit", "abort", "withdraw", "propose")
+        names = ("arrive", "commit", "abort", "withdraw", "propose", "reset")
         steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in names}}
         self.compiled = {name: compiled(step, config, consumes=False) for name, step in steps.items()}
         self.rng = np.random.default_rng(seed)
         self.rows: list[dict] = [{} for _ in config.geometry.paged]
         self.states: list[dict] = [{} for _ in config.geometry.recurrent]
+        self.listener = Listener(config, self.rows, self.states) if config.events else None
         self.live: dict[int, list] = {}
         self.admissions: list[tuple[int, int, int, str]] = []
         self.preemptions = 0
@@ -48,10 +52,12 @@ class Serving:
         self.state, slot = self.compiled["arrive"](self.state, len(tokens), flags, keys, priority)
         assert int(slot) >= 0
         self.live[int(slot)] = [tokens, len(tokens) + answer]
+        self._learn(tokens)
         return int(slot)
 
     def plan(self) -> StepPlan:
         self.state, plan = self.compiled["plan"](self.state)
+        self.follow()
         return jax.tree.map(np.asarray, plan)
 
     def step(self) -> StepPlan:
@@ -144,6 +150,7 @@ class Serving:
                 tokens, limit = self.live[slot]
                 before = hashing.key_count(len(tokens), self.config.unit, self.config.lookahead)
                 tokens += self._sampled[slot]
+                self._learn(tokens)
                 produced[slot], finished[slot] = len(self._sampled[slot]), len(tokens) >= limit
                 fresh = unit_keys(self.config, tokens)[before:]
                 keys[slot, : len(fresh)] = fresh
@@ -152,15 +159,31 @@ class Serving:
         self.state = self.compiled["commit"](self.state, transitions.Outcome(produced, finished, keys))
         if self.config.max_drafts:
             self.state = self.compiled["propose"](self.state, drafts)
+        self.follow()
         for slot in np.flatnonzero(finished):
             del self.live[int(slot)]
 
     def abort(self, slot: int) -> None:
         self.state = self.compiled["abort"](self.state, slot)
         del self.live[slot]
+        self.follow()
 
     def withdraw(self) -> None:
         self.state = self.compiled["withdraw"](self.state)
+        self.follow()
+
+    def reset(self) -> bool:
+        self.state, done = self.compiled["reset"](self.state)
+        self.follow()
+        return bool(done)
+
+    def follow(self) -> None:
+        if self.listener:
+            self.listener.follow(self.state)
+
+    def _learn(self, tokens: list[int]) -> None:
+        if self.listener:
+            self.listener.learn(unit_keys(self.config, tokens), _prefixes(tuple(tokens)))
 
     def run(self, steps: int = 100_000) -> int:
         """Serve until nothing is live; checks invariants and progress after every step."""

@@ -9,12 +9,15 @@ import pytest
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PREEMPTED
+from hybrid_kv.cache.statistics import statistics
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
 
 
 @functools.cache
-def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], whole: bool = True) -> CacheConfig:
+def _config(
+    dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], whole: bool = True, events: int = 0
+) -> CacheConfig:
     specs = [GroupSpec("mla", "mla", 8)]
     specs += [GroupSpec(f"kda{i}", "recurrent", 8) for i in range(groups)]
     pools = (36 // dcp + 70 * shared,) + (() if shared else (12,) * groups)
@@ -29,6 +32,7 @@ def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, .
         chunk_limit=1 << 30 if whole else 16,
         whole_prompts=whole,
         placement=Placement(ladder=ladder),
+        events=events,
     )
 
 
@@ -41,7 +45,7 @@ def _kinds(specs: list[GroupSpec], blocks: int, dcp: int = 1, **more) -> CacheCo
 
 CONFIGS = {
     "plain": _config(1, 1, False, 8, ()),
-    "partial hits, striped": _config(2, 1, False, 4, (16,)),
+    "partial hits, striped": _config(2, 1, False, 4, (16,), events=256),
     "one pool for all": _config(2, 2, True, 8, (16,)),
     "admitted by the chunk": _config(1, 1, False, 8, (16,), whole=False),
     "windows, every block kept": _kinds(
@@ -65,6 +69,7 @@ CONFIGS = {
         whole_prompts=False,
         chunk_limit=10,
         placement=Placement(retention=16),
+        events=512,
     ),
     "drafts, lookahead, priority": _kinds(
         [
@@ -78,6 +83,7 @@ CONFIGS = {
         max_drafts=5,
         slots_ahead=3,
         priority=True,
+        events=256,
     ),
 }
 
@@ -120,8 +126,18 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
     assert not serving.live and not queue, "requests are left"
     assert np.array_equal(np.asarray(serving.state.pools)[:, FREE_BLOCKS], free), "blocks are left in use"
     totals = np.asarray(serving.state.counters)
+    _same_statistics(serving)
     counts.update(hits=sum(serving.hits), evicted=int(totals[EVICTED]), preempted=int(totals[PREEMPTED]))
     return counts
+
+
+def _same_statistics(serving: Serving) -> None:
+    """What the core has counted is what the plans that ran have said."""
+    seen = statistics(serving.config, serving.state)
+    assert seen.admissions + seen.resumes == len(serving.admissions)
+    assert seen.hits + seen.resume_hits == sum(serving.hits)
+    reasons = collections.Counter(reason for _, _, _, reason in serving.admissions)
+    assert {reason.name: count for reason, count in seen.reasons.items()} == reasons
 
 
 @pytest.mark.parametrize("name", CONFIGS)
