@@ -13,19 +13,22 @@ import jax
 import numpy as np
 
 from hybrid_kv import hashing
-from hybrid_kv.cache import lookup, transitions
+from hybrid_kv.cache import events, lookup, transitions
 from hybrid_kv.cache.checkpoints import SEVERAL
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import Hit
 from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, RUNNING, CacheState, initial_state, layout
+from hybrid_kv.cache.statistics import Statistics, statistics
 from hybrid_kv.errors import UserError
 from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.step import schedule
 
 # Rules that the compiled core does not have, with the value that asks for nothing.
-_MODEL_ONLY: dict[str, Any] = {"steps_in_flight": 1, "events": False, "emission": SEVERAL}
+_MODEL_ONLY: dict[str, Any] = {"steps_in_flight": 1, "event_hits": False, "emission": SEVERAL}
+# Entries of the event log: many times what one step of a scenario tells.
+_LOG = 1 << 14
 
 
 def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheConfig:
@@ -58,6 +61,7 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         priority=rules.priority,
         placement=Placement(rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention),
         prefix_caching=rules.caching,
+        events=_LOG if rules.events else 0,
     )
 
 
@@ -119,6 +123,7 @@ class Core:
         self._jit |= {"schedule": compiled(schedule, config), "lookup": compiled(lookup.lookup, config, consumes=False)}
         self._slots: list[Request | None] = [None] * config.max_requests
         self._outside: list[Request] = []
+        self._heard = 0
         self._seen = self._host()
 
     def arrive(
@@ -219,6 +224,15 @@ class Core:
         self._state, done = self._jit["reset"](self._state)
         self._seen = self._host()
         return bool(done)
+
+    def drain_events(self) -> list[events.Event]:
+        """What was filed and lost since the last call; if that is too long ago, everything that is filed now."""
+        told, self._heard, lost = events.drain(self.config, self._state, self._heard)
+        return [events.Cleared(), *events.snapshot(self.config, self._state)] if lost else told
+
+    @property
+    def statistics(self) -> Statistics:
+        return statistics(self.config, self._seen)
 
     @property
     def running(self) -> list[str]:
