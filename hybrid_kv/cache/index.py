@@ -93,11 +93,16 @@ def put(
 
     Nothing happens unless `ok`.
     """
-    before = read_first(lambda state: state.entries[place], state)
+
+    def read(state):
+        before = state.entries[place]
+        return before, _told(state, before[OWNER].astype(jnp.int32), unit)
+
+    before, told = read_first(read, state)
     former = before[OWNER].astype(jnp.int32)
     outside = state.blocks.shape[0]
     if log.is_kept(state):
-        state = log.removed(state, before, unit, ok & (former > 0) & ~pending(state, former, unit))
+        state = log.removed(state, before, unit, ok & (former > 0) & told)
     blocks = state.blocks.at[jnp.where(ok & (former > 0), former, outside), PLACES + unit].set(0, mode="drop")
     blocks = blocks.at[jnp.where(ok, block, outside), PLACES + unit].set(place + 1, mode="drop")
     child = jnp.where(former > 0, before[CHILD], 0)
@@ -126,20 +131,32 @@ def note_child(state: CacheState, parent: jax.Array, child: jax.Array, ok: jax.A
 def pending(state: CacheState, blocks: jax.Array, units: jax.Array) -> jax.Array:
     """Whether the unit-th key of a block names content that a step still in flight writes: bool[...]."""
 
-    def read(state):
-        row = state.blocks[blocks]
-        return (row[..., PENDING_STEP] > state.counters[DONE]) & (units >= row[..., PENDING_FROM])
+    return read_first(lambda state: _pending(state, blocks, units), state)
 
-    return read_first(read, state)
+
+def _pending(state: CacheState, blocks: jax.Array, units: jax.Array) -> jax.Array:
+    row = state.blocks[blocks]
+    return (row[..., PENDING_STEP] > state.counters[DONE]) & (units >= row[..., PENDING_FROM])
+
+
+def _told(state: CacheState, blocks: jax.Array, units: jax.Array) -> jax.Array:
+    """Whether the log has told of these keys, should they be filed. Read together with what decides about the write
+    that follows, see `read_first`."""
+    return ~_pending(state, blocks, units) if log.is_kept(state) else jnp.zeros((), bool)
 
 
 def forget(state: CacheState, block: jax.Array, unit: jax.Array, ok: jax.Array) -> CacheState:
     """Drop the unit-th key of a block, if it has one."""
-    place = read_first(lambda state: state.blocks[block, PLACES + unit] - 1, state)
+
+    def read(state):
+        place = state.blocks[block, PLACES + unit] - 1
+        entry = state.entries[jnp.maximum(place, 0)] if log.is_kept(state) else place
+        return place, entry, _told(state, block, unit)
+
+    place, entry, told = read_first(read, state)
     ok &= place >= 0
     if log.is_kept(state):
-        entry = read_first(lambda state: state.entries[jnp.maximum(place, 0)], state)
-        state = log.removed(state, entry, unit, ok & ~pending(state, block, unit))
+        state = log.removed(state, entry, unit, ok & told)
     entries = state.entries.at[jnp.where(ok, place, state.entries.shape[0])].set(np.uint32(0), mode="drop")
     blocks = state.blocks.at[jnp.where(ok, block, state.blocks.shape[0]), PLACES + unit].set(0, mode="drop")
     return state._replace(entries=entries, blocks=blocks)
@@ -148,18 +165,19 @@ def forget(state: CacheState, block: jax.Array, unit: jax.Array, ok: jax.Array) 
 def remove_blocks(state: CacheState, blocks: jax.Array) -> CacheState:
     """Drop every key of the given blocks (int32[n], 0: none) and remember them as evicted."""
     outside = state.entries.shape[0]
+    units = jnp.arange(state.blocks.shape[1] - PLACES)
 
     def read(state):
         places = jnp.where(blocks[:, None] > 0, state.blocks[blocks, PLACES:], 0).reshape(-1) - 1
         # Two words make the fingerprint; a log is told of whole entries.
-        return places, state.entries[jnp.maximum(places, 0), : None if log.is_kept(state) else 2]
+        keys = state.entries[jnp.maximum(places, 0), : None if log.is_kept(state) else 2]
+        return places, keys, _told(state, blocks[:, None], units)
 
-    places, keys = read_first(read, state)
+    places, keys, told = read_first(read, state)
     by_block = places.reshape(blocks.shape[0], -1) >= 0
     keyed = by_block.any(-1)
     if log.is_kept(state):
-        units = jnp.arange(by_block.shape[1])
-        told = by_block & ~pending(state, blocks[:, None], units)
+        told &= by_block
         state = log.removed(state, keys.reshape(*told.shape, -1), units, told)
     ghost_at = jnp.where(places >= 0, (keys[:, 0] % np.uint32(state.ghosts.shape[0])).astype(jnp.int32), outside)
     return state._replace(

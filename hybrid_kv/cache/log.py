@@ -55,13 +55,16 @@ def _append(state: CacheState, kind: int, group, block, unit, key, parent, ok: j
         part = jnp.asarray(part).astype(jnp.uint32)
         return jnp.broadcast_to(part, (*ok.shape, *more)).reshape(-1, *(more or (1,)))
 
-    head = [spread(kind), spread(group), spread(block), spread(unit)]
-    rows = jnp.concatenate([*head, spread(key, KEY_WORDS), spread(parent, KEY_WORDS)], -1)
-    ok = ok.reshape(-1)
-    entries, told = state.log.shape[0], state.counters[TOLD]
-    # The number of entries is a power of two, so the ring goes on where the counter wraps.
-    at = (told + jnp.cumsum(ok.astype(jnp.int32)) - 1) & (entries - 1)
-    return state._replace(
-        log=state.log.at[jnp.where(ok, at, entries)].set(rows, mode="drop"),
-        counters=state.counters.at[TOLD].add(ok.sum(dtype=jnp.int32)),
-    )
+    def write(_, carry):
+        log, told = carry
+        head = [spread(kind), spread(group), spread(block), spread(unit)]
+        rows = jnp.concatenate([*head, spread(key, KEY_WORDS), spread(parent, KEY_WORDS)], -1)
+        # The number of entries is a power of two, so the ring goes on where the counter wraps.
+        at = (told + jnp.cumsum(new.astype(jnp.int32)) - 1) & (log.shape[0] - 1)
+        log = log.at[jnp.where(new, at, log.shape[0])].set(rows, mode="drop")
+        return log, told + new.sum(dtype=jnp.int32)
+
+    # Mostly there is nothing to tell of many rows, and writing none takes as long as writing all.
+    new = ok.reshape(-1)
+    log, told = jax.lax.fori_loop(0, new.any().astype(jnp.int32), write, (state.log, state.counters[TOLD]))
+    return state._replace(log=log, counters=state.counters.at[TOLD].set(told))
