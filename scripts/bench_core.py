@@ -45,8 +45,7 @@ def measure(running: int, recurrent: int, steps: int) -> dict:
     """Seconds of compilation, and milliseconds of schedule and of commit."""
     config = configuration(running, recurrent)
     fields = layout(config)
-    steps = (transitions.arrive, schedule, transitions.commit)
-    arrive, plan, commit = (compiled(transition, config) for transition in steps)
+    arrive, plan, commit = (compiled(one, config) for one in (transitions.arrive, schedule, transitions.commit))
     state, rng = initial_state(config), np.random.default_rng(0)
     started = time.perf_counter()
     for _ in range(running):

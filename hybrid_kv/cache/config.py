@@ -52,6 +52,7 @@ class CacheConfig:
     priority: requests of a lower priority number go first, else the oldest.
     loads: a store outside the pools may bring content, see `cache.external`.
     emission: states that the back end can save inside a chunk; where it cannot save what is wanted, the chunk ends.
+    events: entries of the log that `cache.events` reads, a power of two; 0: no log.
     placement: what a new state starts with; other values that need no more room may be set in the state, as those
     from chunk_limit to watermark may.
     """
@@ -79,6 +80,7 @@ class CacheConfig:
     emission: EmissionCapability = SEVERAL
     placement: Placement = Placement()
     prefix_caching: bool = True
+    events: int = 0
 
     def __post_init__(self) -> None:
         if len(self.group_pool) != len(self.geometry.groups):
@@ -105,6 +107,8 @@ class CacheConfig:
         for field in ("max_drafts", "slots_ahead"):
             if getattr(self, field) < 0:
                 raise UserError(field, getattr(self, field), "use 0 or more")
+        if self.events < 0 or self.events & (self.events - 1) or self.events > 1 << 24:
+            raise UserError("events", self.events, "use 0, or a power of two up to 2**24")
         if self.token_budget < self.max_requests:
             fix = f"every one of {self.max_requests} requests may decode in one step: use at least as many tokens"
             raise UserError("token_budget", self.token_budget, fix)

@@ -9,12 +9,13 @@ units filed behind it differ: there the requests that share its prefix have part
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hybrid_kv.cache import log
 from hybrid_kv.cache.state import CHILD, DONE, OWNER, PENDING_FROM, PENDING_STEP, PLACES, CacheState, read_first
 from hybrid_kv.hashing import KEY_WORDS
 
@@ -25,8 +26,13 @@ _GROUP_TAG = 0x9E3779B9
 
 def tag(keys: jax.Array, group: int | jax.Array) -> jax.Array:
     """Keys as filed for one group: uint32[..., 4]. Equal content in two groups never meets."""
-    mark = jnp.uint32(_GROUP_TAG) * (jnp.asarray(group).astype(jnp.uint32) + 1)
+    mark = mark_of(jnp.asarray(group).astype(jnp.uint32))
     return keys.at[..., KEY_WORDS - 1].set(keys[..., KEY_WORDS - 1] ^ mark)
+
+
+def mark_of(groups: Any) -> Any:
+    """What the last word of a key is marked with, by exclusive or: uint32[...] -> uint32[...], host or device."""
+    return (groups + np.uint32(1)) * np.uint32(_GROUP_TAG)
 
 
 class Found(NamedTuple):
@@ -80,19 +86,30 @@ def locate(index: jax.Array, key: jax.Array) -> Place:
 
 
 def put(
-    state: CacheState, key: jax.Array, place: jax.Array, block: jax.Array, unit: jax.Array, ok: jax.Array
-) -> CacheState:
-    """File `key` at `place` for `block` as its unit-th key; drops the place of a former owner.
+    state: CacheState, key: jax.Array, group: jax.Array | int, place: jax.Array, block: jax.Array, unit: jax.Array,
+    ok: jax.Array,
+) -> CacheState:  # fmt: skip
+    """File `key` of a group at `place` for `block` as its unit-th key; drops the place of a former owner.
 
     Nothing happens unless `ok`.
     """
-    before = read_first(lambda state: state.entries[place], state)
+
+    def read(state):
+        before = state.entries[place]
+        return before, _told(state, before[OWNER].astype(jnp.int32), unit)
+
+    before, told = read_first(read, state)
     former = before[OWNER].astype(jnp.int32)
     outside = state.blocks.shape[0]
+    if log.is_kept(state):
+        state = log.removed(state, before, unit, ok & (former > 0) & told)
     blocks = state.blocks.at[jnp.where(ok & (former > 0), former, outside), PLACES + unit].set(0, mode="drop")
     blocks = blocks.at[jnp.where(ok, block, outside), PLACES + unit].set(place + 1, mode="drop")
     child = jnp.where(former > 0, before[CHILD], 0)
-    entry = jnp.concatenate([key, jnp.stack([block.astype(jnp.uint32), child])])
+    words = [block.astype(jnp.uint32), child]
+    if log.is_kept(state):
+        words.append(jnp.asarray(group).astype(jnp.uint32))
+    entry = jnp.concatenate([key, jnp.stack(words)])
     entries = state.entries.at[jnp.where(ok, place, state.entries.shape[0])].set(entry, mode="drop")
     return state._replace(entries=entries, blocks=blocks)
 
@@ -114,17 +131,32 @@ def note_child(state: CacheState, parent: jax.Array, child: jax.Array, ok: jax.A
 def pending(state: CacheState, blocks: jax.Array, units: jax.Array) -> jax.Array:
     """Whether the unit-th key of a block names content that a step still in flight writes: bool[...]."""
 
-    def read(state):
-        row = state.blocks[blocks]
-        return (row[..., PENDING_STEP] > state.counters[DONE]) & (units >= row[..., PENDING_FROM])
+    return read_first(lambda state: _pending(state, blocks, units), state)
 
-    return read_first(read, state)
+
+def _pending(state: CacheState, blocks: jax.Array, units: jax.Array) -> jax.Array:
+    row = state.blocks[blocks]
+    return (row[..., PENDING_STEP] > state.counters[DONE]) & (units >= row[..., PENDING_FROM])
+
+
+def _told(state: CacheState, blocks: jax.Array, units: jax.Array) -> jax.Array:
+    """Whether the log has told of these keys, should they be filed. Read together with what decides about the write
+    that follows, see `read_first`."""
+    return ~_pending(state, blocks, units) if log.is_kept(state) else jnp.zeros((), bool)
 
 
 def forget(state: CacheState, block: jax.Array, unit: jax.Array, ok: jax.Array) -> CacheState:
     """Drop the unit-th key of a block, if it has one."""
-    place = read_first(lambda state: state.blocks[block, PLACES + unit] - 1, state)
+
+    def read(state):
+        place = state.blocks[block, PLACES + unit] - 1
+        entry = state.entries[jnp.maximum(place, 0)] if log.is_kept(state) else place
+        return place, entry, _told(state, block, unit)
+
+    place, entry, told = read_first(read, state)
     ok &= place >= 0
+    if log.is_kept(state):
+        state = log.removed(state, entry, unit, ok & told)
     entries = state.entries.at[jnp.where(ok, place, state.entries.shape[0])].set(np.uint32(0), mode="drop")
     blocks = state.blocks.at[jnp.where(ok, block, state.blocks.shape[0]), PLACES + unit].set(0, mode="drop")
     return state._replace(entries=entries, blocks=blocks)
@@ -133,13 +165,20 @@ def forget(state: CacheState, block: jax.Array, unit: jax.Array, ok: jax.Array) 
 def remove_blocks(state: CacheState, blocks: jax.Array) -> CacheState:
     """Drop every key of the given blocks (int32[n], 0: none) and remember them as evicted."""
     outside = state.entries.shape[0]
+    units = jnp.arange(state.blocks.shape[1] - PLACES)
 
     def read(state):
         places = jnp.where(blocks[:, None] > 0, state.blocks[blocks, PLACES:], 0).reshape(-1) - 1
-        return places, state.entries[jnp.maximum(places, 0), :2]
+        # Two words make the fingerprint; a log is told of whole entries.
+        keys = state.entries[jnp.maximum(places, 0), : None if log.is_kept(state) else 2]
+        return places, keys, _told(state, blocks[:, None], units)
 
-    places, keys = read_first(read, state)
-    keyed = (places.reshape(blocks.shape[0], -1) >= 0).any(-1)
+    places, keys, told = read_first(read, state)
+    by_block = places.reshape(blocks.shape[0], -1) >= 0
+    keyed = by_block.any(-1)
+    if log.is_kept(state):
+        told &= by_block
+        state = log.removed(state, keys.reshape(*told.shape, -1), units, told)
     ghost_at = jnp.where(places >= 0, (keys[:, 0] % np.uint32(state.ghosts.shape[0])).astype(jnp.int32), outside)
     return state._replace(
         ghosts=state.ghosts.at[ghost_at].set(keys[:, 1] | np.uint32(1), mode="drop"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import flights, index
+from hybrid_kv.cache import flights, index, log
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.pool import free_keyless
@@ -18,6 +20,7 @@ from hybrid_kv.cache.state import (
     PENDING_STEP,
     PLACES,
     PLANNED,
+    SAVED_STATES,
     SPARE,
     STATE,
     CacheState,
@@ -49,6 +52,8 @@ def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
     def file_unit(state, row, position, unit):
         return _file_unit(config, state, row, position, unit, done[row, position], pending=False)
 
+    if log.is_kept(state) or config.steps_in_flight > 1:
+        state = _for_units(config, filed, done, functools.partial(_confirm_unit, config), state)
     state = _for_units(config, filed, done, file_unit, state)
     return state._replace(requests=state.requests.at[:, fields.published].set(done))
 
@@ -121,11 +126,35 @@ def _file_unit(config: CacheConfig, state, row, position, unit, done, pending: b
     block = state.tables[row, first + column]
     covered = jnp.minimum(done - column * per_block, per_block)
     key = index.tag(state.keys[row, unit + lag], group)
-    state = _file(config, state, pool, key, block, unit % per_block, covered, pending)
+    state, filed = _file(config, state, pool, group, key, block, unit % per_block, covered, pending)
+    parent = _parent(state, row, unit, lag, group)
+    if log.is_kept(state) and not pending:
+        state = log.stored(state, group, key, parent, block, unit % per_block, filed)
     if geometry.attention:
-        parent = index.tag(state.keys[row, jnp.maximum(unit + lag - 1, 0)], group)
         state = index.note_child(state, parent, key, (unit > 0) & (group == geometry.attention[0]))
     return state
+
+
+def _confirm_unit(config: CacheConfig, state: CacheState, row, position, unit) -> CacheState:
+    """A unit is pending no more, whatever a later step in flight names in its block. Tell of it if it was announced and
+    its block still has the key; nothing else is filed yet by this commit."""
+    group, _, first, per_block, lag = (constant[position] for constant in _constants(config))
+    block = state.tables[row, first + unit // per_block]
+    if config.steps_in_flight > 1:
+        still = index.pending(state, block, unit % per_block)
+        at = jnp.where(still, block, config.total_blocks)
+        state = state._replace(blocks=state.blocks.at[at, PENDING_FROM].set(unit % per_block + 1, mode="drop"))
+    if not log.is_kept(state):
+        return state
+    announced = read_first(lambda state: state.blocks[block, PLACES + unit % per_block] > 0, state)
+    key = index.tag(state.keys[row, unit + lag], group)
+    return log.stored(state, group, key, _parent(state, row, unit, lag, group), block, unit % per_block, announced)
+
+
+def _parent(state: CacheState, row, unit: jax.Array, lag: jax.Array | int, group: jax.Array | int) -> jax.Array:
+    """Tagged key of the unit before, zeros for the first: units [...] -> u32[..., 4]."""
+    parent = index.tag(state.keys[row, jnp.maximum(unit + lag - 1, 0)], group)
+    return jnp.where((unit > 0)[..., None], parent, np.uint32(0))
 
 
 def publish_state(
@@ -149,10 +178,36 @@ def publish_state(
         slot = jnp.where(length > 0, slots[position], 0)
         key = index.tag(state.keys[row, unit], group)
         zero = jnp.int32(0)
-        state = _file(config, state, jnp.int32(config.group_pool[group]), key, slot, zero, zero, pending)
+        number = jnp.int32(config.group_pool[group])
+        state, filed = _file(config, state, number, group, key, slot, zero, zero, pending)
+        if not pending:
+            state = state._replace(counters=state.counters.at[SAVED_STATES].add(filed.astype(jnp.int32)))
+            if log.is_kept(state):
+                state = log.stored(state, group, key, _parent(state, row, unit, 0, group), slot, zero, filed)
         bits = STATE + SPARE * rung.astype(jnp.int32)
         at = jnp.where(slot > 0, slot, config.total_blocks)
         state = state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
+    return state
+
+
+def confirm_states(
+    config: CacheConfig, state: CacheState, row: jax.Array, lengths: jax.Array, slots: jax.Array
+) -> CacheState:
+    """Count, and tell of, the states that a committed row of a request has saved, where they still have their keys.
+
+    lengths: i32[E] tokens (0: none). slots: i32[E, recurrent].
+    """
+    if not slots.size:
+        return state
+    filed = read_first(lambda state: state.blocks[slots, PLACES] > 0, state) & (slots > 0)
+    state = state._replace(counters=state.counters.at[SAVED_STATES].add(filed.sum(dtype=jnp.int32)))
+    if not log.is_kept(state):
+        return state
+    units = jnp.maximum(lengths // config.unit - 1, 0)
+    for position, group in enumerate(config.geometry.recurrent):
+        key, parent = index.tag(state.keys[row, units], group), _parent(state, row, units, 0, group)
+        slot, none = slots[:, position], jnp.zeros_like(units)
+        state = log.stored(state, group, key, parent, slot, none, filed[:, position])
     return state
 
 
@@ -223,13 +278,14 @@ def _file(
     config: CacheConfig,
     state: CacheState,
     pool: jax.Array,
+    group: jax.Array | int,
     key: jax.Array,
     block: jax.Array,
     unit: jax.Array,
     covered: jax.Array,
     pending: bool,
-) -> CacheState:
-    """File one key as the unit-th of `block` (0: nothing) unless another block holds more units.
+) -> tuple[CacheState, jax.Array]:
+    """File one key as the unit-th of `block` (0: nothing) unless another block holds more units: (state, whether).
 
     pending: the content is not written yet; then it takes over nothing.
     """
@@ -241,18 +297,18 @@ def _file(
         better = found.block == 0
         if not pending:
             better |= (found.block != block) & (covered >= held)
-        # Names of several steps in flight: all count as named by the last of them.
+        # Names of several steps in flight: all are of the last of them, until a commit confirms some.
         flying = state.blocks[block, PENDING_STEP] > state.counters[DONE]
-        first = jnp.where(flying, state.blocks[block, PENDING_FROM], unit)
+        first = jnp.where(flying, jnp.minimum(state.blocks[block, PENDING_FROM], unit), unit)
         return found, (block > 0) & (found.place >= 0) & better, first
 
     found, ok, first = read_first(read, state)
     full = (block > 0) & (found.place < 0)
     state = state._replace(counters=state.counters.at[OVERFLOWED].add(full.astype(jnp.int32)))
-    state = index.put(state, key, found.place, block, unit, ok)
+    state = index.put(state, key, group, found.place, block, unit, ok)
     if not pending:
-        return free_keyless(config, state, pool, jnp.where(ok, found.block, 0))
+        return free_keyless(config, state, pool, jnp.where(ok, found.block, 0)), ok
     at = jnp.where(ok, block, config.total_blocks)
     columns = jnp.array([PENDING_STEP, PENDING_FROM])
     values = jnp.stack([state.counters[PLANNED], first])
-    return state._replace(blocks=state.blocks.at[at, columns].set(values, mode="drop"))
+    return state._replace(blocks=state.blocks.at[at, columns].set(values, mode="drop")), ok

@@ -25,14 +25,20 @@ NOTHING, UNDECIDED, LOADING, BROUGHT, ABANDONED = range(5)
 REF, STAMP, BITS, PENDING_STEP, PENDING_FROM, PLACES = 0, 1, 2, 3, 4, 5
 # `BITS`: content worth finding after it left its window; a hit was served from it; a state; a rung of a ladder.
 KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
-# Columns of `CacheState.entries` behind the key.
-OWNER, CHILD, ENTRY_WORDS = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
+# Columns of `CacheState.entries` behind the key; the group stands there only where there is a log.
+OWNER, CHILD, GROUP = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
+# Words of an event in `CacheState.log`, see `cache.log`.
+LOG_WORDS = 4 + 2 * KEY_WORDS
 # Rows of `CacheState.pools`.
 STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE, RESERVED = range(6)
 # Entries of `CacheState.counters`. PLANNED, DONE: steps planned and not withdrawn, and committed, so those between them
 # are in flight. SHORT: the last step had work that found no blocks. LAST_PREFILL: the last step that had a prefill.
 CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ = range(6)
-PLANNED, DONE, SHORT, LAST_PREFILL, N_COUNTERS = range(6, 11)
+PLANNED, DONE, SHORT, LAST_PREFILL = range(6, 10)
+# TOLD: events of the log, it wraps. From ADMISSIONS on see `cache.statistics`. TOKENS: low words of four totals, then
+# their high words. REASONS: one for each `Reason`. LAST_STEP: what the last step has counted when it was planned.
+TOLD, SAVED_STATES, ADMISSIONS, RESUMES, TOKENS, REASONS, LAST_STEP = 10, 11, 12, 13, 14, 22, 32
+N_COUNTERS = LAST_STEP + 1 + LAST_STEP - ADMISSIONS
 # Entries of `CacheState.policy`; the ladder follows.
 TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS = range(5)
 CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, LADDER = range(5, 10)
@@ -47,16 +53,18 @@ class CacheState(NamedTuple):
                            through all pools, 0 is none
     blocks   i32[B, 5 + K] references, stamp of the last release, `KEPT` and other bits, the step that names units
                            of this block from which unit on, index places of the keys
-    entries  u32[I, 6]     the prefix index, buckets of eight: key tagged with its group, block id (0: empty), mark
-                           of the unit that was filed behind this one (`FORKED`: of several)
+    entries  u32[I, 6 + G] the prefix index, buckets of eight: key tagged with its group, block id (0: empty), mark
+                           of the unit that was filed behind this one (`FORKED`: of several); the group, where
+                           there is a log
     ghosts   u32[J]        fingerprints of evicted keys, direct mapped
     stack    i32[B]        free blocks without a key, per pool, last in first out
     ring     i32[6B, 2]    free blocks with keys, per pool, least recently released first;
                            (block, stamp), entries whose stamp is not the block's are stale
     pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
                            of them that an admission leaves free while others run
-    counters i32[10]       clock and totals
+    counters i32[53]       clock and totals
     policy   i32[9 + L]    `Placement` and limits of the scheduler as data
+    log      u32[E, 12]    ring of events, see `cache.log`; E is `CacheConfig.events`
     """
 
     requests: jax.Array
@@ -70,6 +78,7 @@ class CacheState(NamedTuple):
     pools: jax.Array
     counters: jax.Array
     policy: jax.Array
+    log: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,20 +208,21 @@ def initial_state(config: CacheConfig) -> CacheState:
         keys=jnp.zeros((config.max_requests, config.units, KEY_WORDS), jnp.uint32),
         tables=jnp.zeros((config.max_requests, max(sum(config.columns), 1)), jnp.int32),
         blocks=jnp.zeros((config.total_blocks, PLACES + config.max_units_per_block), jnp.int32),
-        entries=jnp.zeros((places, ENTRY_WORDS), jnp.uint32),
+        entries=jnp.zeros((places, GROUP + bool(config.events)), jnp.uint32),
         ghosts=jnp.zeros((places,), jnp.uint32),
         stack=stack,
         ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),
         pools=pools,
         counters=jnp.zeros((N_COUNTERS,), jnp.int32),
         policy=jnp.asarray(policy_of(config, config.placement)),
+        log=jnp.zeros((config.events, LOG_WORDS), jnp.uint32),
     )
 
 
 def forget_all(config: CacheConfig, state: CacheState) -> CacheState:
-    """The state with the same requests, totals, pools and policy, and no content. Nothing may be held."""
+    """The state with the same requests, totals, pools, policy and log, and no content. Nothing may be held."""
     stack, pools = _all_free(config, state.pools[:, USABLE], state.pools[:, RESERVED])
-    kept = {"requests": state.requests, "keys": state.keys, "counters": state.counters, "policy": state.policy}
+    kept = {name: getattr(state, name) for name in ("requests", "keys", "counters", "policy", "log")}
     return initial_state(config)._replace(stack=stack, pools=pools, **kept)
 
 

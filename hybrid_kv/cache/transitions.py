@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import flights, index, pool
+from hybrid_kv.cache import flights, index, log, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.publish import (
+    confirm_states,
     leave_prefill,
     publish_turn_end,
     publish_units,
@@ -38,6 +39,7 @@ from hybrid_kv.cache.state import (
     forget_all,
     layout,
 )
+from hybrid_kv.cache.statistics import take_back
 from hybrid_kv.cache.windows import leave_windows, part
 
 # On the host or on a device.
@@ -161,7 +163,7 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     state = _for_rows(config, scheduled, forget, state)
     requests = flights.put(config, state.requests, place, jax.tree.map(jnp.zeros_like, flight))
     state = state._replace(requests=jnp.where(scheduled[:, None], requests, state.requests))
-    state = _for_rows(config, admitted, _wait_again, state)
+    state = take_back(_for_rows(config, admitted, _wait_again, state))
     last = state.counters[LAST_PREFILL]
     values = jnp.stack([jnp.maximum(planned - 1, state.counters[DONE]), jnp.where(last == planned, 0, last)])
     return state._replace(counters=state.counters.at[jnp.array([PLANNED, LAST_PREFILL])].set(values))
@@ -185,7 +187,10 @@ def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array
     """Forget all cached content: (state, done). Refused, state unchanged, while a request runs or a load has blocks."""
     fields = layout(config)
     idle = (state.requests[:, fields.STATUS] <= WAITING).all() & (state.requests[:, fields.LOAD] <= UNDECIDED).all()
-    return jax.tree.map(lambda new, old: jnp.where(idle, new, old), forget_all(config, state), state), idle
+    empty = forget_all(config, state)
+    if log.is_kept(state):
+        empty = log.cleared(empty)
+    return jax.tree.map(lambda new, old: jnp.where(idle, new, old), empty, state), idle
 
 
 def preempt_running(config: CacheConfig, state: CacheState) -> CacheState:
@@ -291,10 +296,12 @@ def _for_rows(config: CacheConfig, mask: jax.Array, body, state: CacheState) -> 
 
 
 def _settle(config: CacheConfig, state: CacheState, row: jax.Array, place: flights.Place) -> CacheState:
-    """Drop the pins of what a row read, copied from and saved; what it saved was filed when it was planned."""
+    """Drop the pins of what a committed row read, copied from and saved; what it saved was filed when it was planned,
+    and counts from now on."""
     fields, geometry = layout(config), config.geometry
     request = state.requests[row]
     emitted = flights.at(config, request, place)
+    state = confirm_states(config, state, row, emitted.positions, emitted.slots)
     pinned = []
     for position, group in enumerate(geometry.paged):
         pinned.append((group, request[fields.copy_source][position : position + 1]))

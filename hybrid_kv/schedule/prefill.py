@@ -37,6 +37,7 @@ from hybrid_kv.cache.state import (
     layout,
     read_first,
 )
+from hybrid_kv.cache.statistics import count_admission
 from hybrid_kv.cache.transitions import drop_load
 from hybrid_kv.schedule.decode import spare_states, unreused_states
 
@@ -238,6 +239,8 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         state, ids = pool.take(config, state, config.group_pool[group], ok.astype(jnp.int32), 1)
         running = fields.running.start + position
         request = request.at[running].set(jnp.where(ok, ids[0], request[running]))
+    resumed = request[fields.PREEMPTIONS] > 0
+    state = count_admission(state, request[fields.KNOWN], hit.hit, hit.reason, resumed, ok)
     names = jnp.array([fields.STATUS, fields.COMPUTED, fields.HIT, fields.JUNCTION, fields.REASON, fields.ADMITTED])
     values = jnp.stack([jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, state.counters[PLANNED]])
     request = request.at[names].set(jnp.where(ok, values, request[names]))

@@ -25,6 +25,7 @@ from hybrid_kv.cache.state import (
     CacheState,
     layout,
 )
+from hybrid_kv.cache.statistics import note_step
 from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
 from hybrid_kv.schedule.order import comes_after, first_of, last_running, preempt_last
 from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
@@ -62,22 +63,25 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     one token, the budget covers all request slots, and later requests are preempted for earlier ones.
     """
     state = pool.compact(config, state)
-    before, done = state.counters[PREEMPTED], state.counters[DONE]
-    full = state.counters[PLANNED] - done >= config.steps_in_flight
-    state = state._replace(counters=state.counters.at[PLANNED].add(1 - full.astype(jnp.int32)))
+    start, done = state.counters, state.counters[DONE]
+    before = start[PREEMPTED]
+    full = start[PLANNED] - done >= config.steps_in_flight
+    state = state._replace(counters=start.at[PLANNED].add(1 - full.astype(jnp.int32)))
     no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
     loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no)
     loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
     # Whether requests lack blocks decides about the states that the next step saves.
     state = loop.state
     rows = flights.at(config, state.requests, flights.newest(config, state))
+    nothing = full | (rows.scheduled == 0).all()
     counters = state.counters
-    planned = counters[PLANNED] - (~full & (rows.scheduled == 0).all()).astype(jnp.int32)
+    planned = counters[PLANNED] - (nothing & ~full).astype(jnp.int32)
     short = jnp.where(full, counters[SHORT], (loop.short | (counters[PREEMPTED] > before)).astype(jnp.int32))
-    chunks = ~full & (rows.scheduled - rows.verifying > 1).any()
+    chunks = ~nothing & (rows.scheduled - rows.verifying > 1).any()
     last = jnp.where(chunks, planned, counters[LAST_PREFILL])
     names = jnp.array([PLANNED, SHORT, LAST_PREFILL])
     state = state._replace(counters=counters.at[names].set(jnp.stack([planned, short, last])))
+    state = note_step(state, start, ~nothing)
     return give_up_idle_loads(config, state, planned == done) if config.loads else state
 
 

@@ -13,18 +13,21 @@ import jax
 import numpy as np
 
 from hybrid_kv import hashing
-from hybrid_kv.cache import flights, lookup, transitions
+from hybrid_kv.cache import events, flights, lookup, transitions
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import Hit
 from hybrid_kv.cache.reference.rules import Rules
 from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PLANNED, RUNNING, CacheState, initial_state, layout
+from hybrid_kv.cache.statistics import Statistics, statistics
 from hybrid_kv.errors import UserError
 from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.step import schedule
 
 # Rules that the compiled core does not have, with the value that asks for nothing.
-_MODEL_ONLY: dict[str, Any] = {"events": False}
+_MODEL_ONLY: dict[str, Any] = {"event_hits": False}
+# Entries of the event log: many times what one step of a scenario tells.
+_LOG = 1 << 14
 
 
 def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheConfig:
@@ -59,6 +62,7 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         emission=rules.emission,
         placement=Placement(rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention),
         prefix_caching=rules.caching,
+        events=_LOG if rules.events else 0,
     )
 
 
@@ -121,6 +125,7 @@ class Core:
         self._jit |= {"schedule": compiled(schedule, config), "lookup": compiled(lookup.lookup, config, consumes=False)}
         self._slots: list[Request | None] = [None] * config.max_requests
         self._outside: list[Request] = []
+        self._heard = 0
         self._seen = self._host()
 
     def arrive(
@@ -226,6 +231,15 @@ class Core:
         self._state, done = self._jit["reset"](self._state)
         self._seen = self._host()
         return bool(done)
+
+    def drain_events(self) -> list[events.Event]:
+        """What was filed and lost since the last call; if that is too long ago, everything that is filed now."""
+        told, self._heard, lost = events.drain(self.config, self._state, self._heard)
+        return [events.Cleared(), *events.snapshot(self.config, self._state)] if lost else told
+
+    @property
+    def statistics(self) -> Statistics:
+        return statistics(self.config, self._seen)
 
     @property
     def running(self) -> list[str]:

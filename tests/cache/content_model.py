@@ -3,7 +3,8 @@
 It takes a `StepPlan` literally, in the order of a device step (copies, reads, writes, emissions),
 and fails where a row would read anything but the content its positions name. Driving the cache
 with it checks soundness of hits, copies and checkpoints without any numerics. It runs steps in the order they were
-planned, as soon as they are planned; the cache hears of them later where several are in flight.
+planned, as soon as they are planned; the cache hears of them later where several are in flight. Where the
+configuration keeps a log, a listener follows it after every transition.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hybrid_kv.cache.reference.lookup import window_units
 from hybrid_kv.cache.state import PREEMPTED, initial_state
 from hybrid_kv.plan import StepPlan, plan_step
 from hybrid_kv.schedule.programs import compiled
+from tests.cache.listener import Listener
 
 
 @dataclasses.dataclass
@@ -57,17 +59,19 @@ class Flying(NamedTuple):
 
 
 class Serving:
-    """Cache, make-believe device and make-believe sampler of one configuration. compiled: its transitions."""
+    """Cache, make-believe device and make-believe sampler of one configuration. compiled: its transitions. listener:
+    None where there is no log."""
 
     def __init__(self, config: CacheConfig, seed: int = 0) -> None:
         self.config, self.state = config, initial_state(config)
-        names = ("arrive", "commit", "abort", "withdraw", "propose")
+        names = ("arrive", "commit", "abort", "withdraw", "propose", "reset")
         steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in names}}
         steps |= {name: getattr(external, name) for name in ("undecided", "restore", "loaded")}
         self.compiled = {name: compiled(step, config, consumes=False) for name, step in steps.items()}
         self.rng = np.random.default_rng(seed)
         self.rows: list[dict] = [{} for _ in config.geometry.paged]
         self.states: list[dict] = [{} for _ in config.geometry.recurrent]
+        self.listener = Listener(config, self.rows, self.states) if config.events else None
         self.live: dict[int, list] = {}
         self.runs: dict[int, Sequence] = {}
         self.flying: collections.deque[Flying] = collections.deque()
@@ -84,10 +88,12 @@ class Serving:
         assert int(slot) >= 0
         self.live[int(slot)] = [tokens, len(tokens) + answer]
         self.runs[int(slot)] = Sequence(list(tokens), len(tokens) + answer)
+        self._learn(tokens)
         return int(slot)
 
     def plan(self) -> StepPlan:
         self.state, plan = self.compiled["plan"](self.state)
+        self.follow()
         return jax.tree.map(np.asarray, plan)
 
     def step(self) -> StepPlan:
@@ -192,6 +198,7 @@ class Serving:
             target = int(load.states[position]) - self.config.offset(group)
             self.states[position][target] = prefix[length] if good[group] >= length else "damaged"
         self.state = self.compiled["loaded"](self.state, slot, np.array(good, np.int32))
+        self.follow()
 
     def _ahead(self, group: int) -> int:
         """Tokens behind its own that a row depends on."""
@@ -231,10 +238,12 @@ class Serving:
             known, limit = self.live[slot]
             before = hashing.key_count(len(known), self.config.unit, self.config.lookahead)
             known += tokens
+            self._learn(known)
             produced[slot], finished[slot] = len(tokens), len(known) >= limit
             fresh = unit_keys(self.config, known)[before:]
             keys[slot, : len(fresh)] = fresh
         self.state = self.compiled["commit"](self.state, transitions.Outcome(produced, finished, keys))
+        self.follow()
         for slot in np.flatnonzero(finished):
             del self.live[int(slot)], self.runs[int(slot)]
         if self.config.max_drafts:
@@ -244,10 +253,25 @@ class Serving:
     def abort(self, slot: int) -> None:
         self.state = self.compiled["abort"](self.state, slot)
         del self.live[slot], self.runs[slot]
+        self.follow()
 
     def withdraw(self) -> None:
         """Take back the step planned last; it has not run."""
         self.state = self.compiled["withdraw"](self.state)
+        self.follow()
+
+    def reset(self) -> bool:
+        self.state, done = self.compiled["reset"](self.state)
+        self.follow()
+        return bool(done)
+
+    def follow(self) -> None:
+        if self.listener:
+            self.listener.follow(self.state)
+
+    def _learn(self, tokens: list[int]) -> None:
+        if self.listener:
+            self.listener.learn(unit_keys(self.config, tokens), _prefixes(tuple(tokens)))
 
     def run(self, steps: int = 100_000) -> int:
         """Serve until nothing is live; checks invariants and progress after every step."""

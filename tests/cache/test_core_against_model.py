@@ -1,9 +1,12 @@
-"""The compiled core makes the reference model's decisions where both serve the same kinds."""
+"""The compiled core makes, and counts, the reference model's decisions where both serve the same kinds."""
+
+import dataclasses
 
 import numpy as np
 
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.reference import Model, Rules
+from hybrid_kv.cache.statistics import Statistics, statistics
 from hybrid_kv.geometry import GroupSpec, resolve
 from hybrid_kv.simulate.compiled import Core, config_of
 from tests.cache.content_model import Serving
@@ -33,6 +36,10 @@ def test_every_hit_of_requests_one_after_another_is_the_models():
         served.append(tokens)
         assert _serve(model, str(number), prompt, tokens[len(prompt) :]) == core.hits[-1], number
     assert sum(core.hits) > 500 and min(core.hits) == 0
+    counted = {field.name for field in dataclasses.fields(Statistics)} - {"evictions", "unfiled"}
+    seen, wanted = statistics(config, core.state), model.statistics
+    assert {name: getattr(seen, name) for name in counted} == {name: getattr(wanted, name) for name in counted}
+    assert seen.evictions == model.evictions
 
 
 def _serve(model: Model, name: str, prompt: list[int], answer: list[int]) -> int:

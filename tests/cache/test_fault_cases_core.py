@@ -1,20 +1,30 @@
 """Cases of the reference model's tests on the compiled core, where it serves the kinds and the rules they need.
 
-One configuration, since compiling it is what costs: blocks of 64, hash unit 16, eight blocks, sixteen states.
+One configuration, since compiling it is what costs: blocks of 64, hash unit 16, eight blocks, sixteen states, and a log
+of events.
 """
+
+import dataclasses
 
 import jax
 import numpy as np
 import pytest
 
+from hybrid_kv.cache import events
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.reasons import Reason
+from hybrid_kv.cache.state import OWNER, TOLD, initial_state
+from hybrid_kv.cache.statistics import count_admission, statistics
+from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.bench import tokens
-from tests.cache.content_model import Serving
+from tests.cache.content_model import Serving, unit_keys
+from tests.cache.listener import filed
 
 CONFIG = CacheConfig(
     geometry=resolve([GroupSpec("mla", "mla", 64), GroupSpec("kda", "recurrent", 64)], hash_unit=16),
     pool_blocks=(9, 17), group_pool=(0, 1), max_requests=4, max_context=256, token_budget=128,
+    events=256,
 )  # fmt: skip
 
 
@@ -177,3 +187,115 @@ def test_nothing_compiles_after_the_first_steps(core):  # 97
     assert hits == [0, 64, 0, 48, 0, 48, 0]
     assert [jit._cache_size() for jit in jitted] == before
     assert all(isinstance(leaf, jax.Array) for leaf in core.state)
+
+
+# Events and statistics
+
+
+def test_every_registration_is_told_with_its_parent_and_every_loss(core):  # C1, C3
+    serve(core, tokens(0, 129))
+    keys = [key.astype("<u4").tobytes() for key in unit_keys(CONFIG, tokens(0, 129))]
+    told, seen, _ = events.drain(CONFIG, core.state, 0)
+    rows = [event for event in told if event.group == 0]
+    assert [(event.key, event.unit, event.parent) for event in rows] == [
+        (key, unit % 4, before) for unit, (key, before) in enumerate(zip(keys, [None, *keys], strict=False))
+    ]
+    assert len({event.block for event in rows}) == 2
+    assert [(event.key, event.parent) for event in told if event.group == 1] == [(keys[7], keys[6])]
+    serve(core, tokens(0, 129))
+    assert events.drain(CONFIG, core.state, seen) == ([], seen, False)  # nothing new
+    serve(core, tokens(1, 250))
+    serve(core, tokens(2, 250))
+    lost = [event for event in events.drain(CONFIG, core.state, seen).events if isinstance(event, events.Removed)]
+    assert [event.key for event in lost[:8]] == [*keys[4:], *keys[:4]]  # the tail goes before the head
+    assert core.reset() and events.drain(CONFIG, core.state, seen).events[-1] == events.Cleared()
+
+
+def test_keys_of_a_step_in_flight_are_told_by_its_commit_and_those_of_a_withdrawn_one_never(core):
+    core.add(tokens(0, 100))
+    core.plan()
+    assert (index_size(core), told(core)) == (7, 0)  # six units and a state
+    core.withdraw()
+    assert (index_size(core), told(core)) == (0, 0)
+    plan = core.plan()
+    assert (index_size(core), told(core)) == (7, 0)
+    core.execute(plan)
+    core.commit(plan)
+    assert (index_size(core), told(core)) == (7, 7)
+
+
+def test_a_listener_that_was_too_slow_is_told_so_and_starts_again_from_what_is_filed(core):
+    for seed in range(40):
+        serve(core, tokens(seed, 129))
+    told, seen, lost = events.drain(CONFIG, core.state, 0)
+    assert lost and not told and seen > CONFIG.events
+    names = {event[:4] for event in events.snapshot(CONFIG, core.state)}
+    assert names == set(filed(CONFIG, core.state)) and names
+    core.add(tokens(99, 100))
+    core.plan()  # what it announces is not there yet
+    known = {event[:4] for event in events.snapshot(CONFIG, core.state)}
+    assert known == set(filed(CONFIG, core.state)) and known <= names
+
+
+@pytest.mark.parametrize("start", [2**31 - 5, 2**32 - 5])
+def test_the_log_goes_on_where_its_counter_wraps(core, start):
+    wrapped = np.asarray(core.state.counters).copy()
+    wrapped[TOLD] = np.int64(start).astype(np.int32)
+    core.state = core.state._replace(counters=jax.numpy.asarray(wrapped))
+    core.listener = None
+    serve(core, tokens(0, 129))
+    told, seen, lost = events.drain(CONFIG, core.state, start)
+    assert not lost and seen == (start + 9) % 2**32
+    assert {event[:4] for event in told} == set(filed(CONFIG, core.state)) and len(told) == 9
+
+
+def test_there_is_no_log_unless_it_is_asked_for():
+    config = dataclasses.replace(CONFIG, events=0)
+    for read in (events.drain, events.snapshot):
+        with pytest.raises(UserError, match="log"):
+            read(config, initial_state(config), *([0] if read is events.drain else []))
+    with pytest.raises(UserError, match="power of two"):
+        dataclasses.replace(CONFIG, events=100)
+
+
+def test_statistics_count_each_admission_once_and_a_withdrawn_one_not_at_all(core):  # A26
+    serve(core, tokens(0, 129))
+    core.add(tokens(0, 129), 60)
+    core.add(tokens(1, 250))  # waits for blocks
+    for _ in range(3):
+        core.plan()
+        core.withdraw()
+    core.run()
+    seen = statistics(CONFIG, core.state)
+    assert (seen.admissions, seen.queries, seen.hits) == (3, 129 + 129 + 250, 128)
+    assert seen.reasons == {Reason.COLD: 2, Reason.NONE: 1}
+    assert (seen.resumes, seen.preemptions, seen.skipped_states) == (0, 0, 0)
+    assert (seen.states, seen.evictions) == (3, 0)
+
+
+def test_a_resume_is_counted_apart(core):
+    core.add(tokens(0, 150), 100)
+    core.add(tokens(1, 150), 100)
+    core.add(tokens(2, 60), 100)
+    core.run()
+    seen = statistics(CONFIG, core.state)
+    assert seen.preemptions == seen.resumes >= 1
+    assert (seen.admissions, seen.queries) == (3, 360)
+    assert seen.resume_queries > 60 * seen.resumes
+
+
+def test_totals_of_tokens_go_beyond_31_bits():
+    state, yes = initial_state(CONFIG), jax.numpy.ones((), bool)
+    for _ in range(5):
+        state = count_admission(state, *(jax.numpy.int32(n) for n in (2**30 - 1, 2**30 - 2, 0)), ~yes, yes)
+    seen = statistics(CONFIG, state)
+    assert (seen.queries, seen.hits, seen.admissions) == (5 * (2**30 - 1), 5 * (2**30 - 2), 5)
+    assert seen.resumes == seen.resume_queries == 0
+
+
+def index_size(core: Serving) -> int:
+    return int((np.asarray(core.state.entries)[:, OWNER] > 0).sum())
+
+
+def told(core: Serving) -> int:
+    return len(events.drain(CONFIG, core.state, 0).events)

@@ -10,6 +10,7 @@ from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.emission import EmissionCapability
 from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PREEMPTED
+from hybrid_kv.cache.statistics import statistics
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
 
@@ -41,7 +42,9 @@ def _kinds(specs: list[GroupSpec], blocks: int, dcp: int = 1, **more) -> CacheCo
 
 CONFIGS = {
     "plain": _config(1, 1, False, 8, ()),
-    "partial hits, striped, loads, two steps in flight": _config(2, 1, False, 4, (16,), loads=True, steps_in_flight=2),
+    "partial hits, striped, loads, two steps in flight": _config(
+        2, 1, False, 4, (16,), loads=True, steps_in_flight=2, events=256
+    ),
     "one pool for all, one state a chunk": _config(
         2, 2, True, 8, (16,), chunk_limit=24, emission=EmissionCapability(1, 8, anchored=False)
     ),
@@ -69,6 +72,7 @@ CONFIGS = {
         whole_prompts=False,
         chunk_limit=10,
         placement=Placement(retention=16),
+        events=512,
     ),
     "drafts, lookahead, priority, states at the ends of chunks": _kinds(
         [
@@ -83,6 +87,7 @@ CONFIGS = {
         slots_ahead=3,
         priority=True,
         emission=EmissionCapability(0, 1, anchored=True),
+        events=256,
     ),
 }
 
@@ -137,8 +142,18 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
         serving.commit()
     assert np.array_equal(np.asarray(serving.state.pools)[:, FREE_BLOCKS], free), "blocks are left in use"
     totals = np.asarray(serving.state.counters)
+    _same_statistics(serving)
     counts.update(hits=sum(serving.hits), evicted=int(totals[EVICTED]), preempted=int(totals[PREEMPTED]))
     return counts
+
+
+def _same_statistics(serving: Serving) -> None:
+    """What the core has counted is what the plans that ran have said."""
+    seen = statistics(serving.config, serving.state)
+    assert seen.admissions + seen.resumes == len(serving.admissions)
+    assert seen.hits + seen.resume_hits == sum(serving.hits)
+    reasons = collections.Counter(reason for _, _, _, reason in serving.admissions)
+    assert {reason.name: count for reason, count in seen.reasons.items()} == reasons
 
 
 @pytest.mark.parametrize("name", CONFIGS)
