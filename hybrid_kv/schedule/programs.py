@@ -27,3 +27,11 @@ def compiled(transition: Callable[..., Any], config: CacheConfig, consumes: bool
     consumes: the state given is used up, so that nothing is copied; not for those that only read.
     """
     return _compiled(transition, config.program, consumes)
+
+
+def make_room(most: int = 48) -> None:
+    """Drop all compiled programs if there are more than `most` transitions: each takes memory maps of the process, of
+    which Linux gives it 65,530. For those that go through many configurations; whoever uses one again compiles it."""
+    if _compiled.cache_info().currsize > most:
+        _compiled.cache_clear()
+        jax.clear_caches()

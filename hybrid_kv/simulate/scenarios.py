@@ -27,6 +27,7 @@ from hybrid_kv.cache.reference import Draft, Hit, Model, Row, Rules, Step
 from hybrid_kv.cache.reference.content import Device, Unsound, broken
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
+from hybrid_kv.schedule.programs import make_room
 
 _VOCABULARY = 163840
 _STALL = 65
@@ -464,6 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         for path in options.files:
             print(_run_file(path, options.out, options.check, options.compiled), flush=True)
+            make_room()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
