@@ -123,6 +123,7 @@ class Core:
         names = ("arrive", "commit", "abort", "propose", "preempt_running", "reset")
         self._jit = {name: compiled(getattr(transitions, name), config) for name in names}
         self._jit |= {"schedule": compiled(schedule, config), "lookup": compiled(lookup.lookup, config, consumes=False)}
+        self._jit |= {"rows": compiled(_rows, config, consumes=False)}
         self._slots: list[Request | None] = [None] * config.max_requests
         self._outside: list[Request] = []
         self._heard = 0
@@ -162,11 +163,9 @@ class Core:
         before = self._seen
         self._state = self._jit["schedule"](self._state)
         self._seen = after = self._host()
-        fields, config = layout(self.config), self.config
+        fields = layout(self.config)
         step, fresh = Step(), after.counters[PLANNED] > before.counters[PLANNED]
-        requests = jax.numpy.asarray(after.requests)
-        flight = jax.device_get(flights.at(config, requests, int(after.counters[PLANNED]) % config.steps_in_flight))
-        ends = jax.device_get(flights.planned(config, requests))
+        flight, ends = jax.device_get(self._jit["rows"](self._state))
         for slot, request in enumerate(self._slots):
             if request is None:
                 continue
@@ -291,3 +290,9 @@ class Core:
 
 def _host(array: jax.Array) -> Any:
     return np.asarray(array)
+
+
+def _rows(config: CacheConfig, state: CacheState) -> tuple[flights.Flight, jax.Array]:
+    """What the step planned last does with every request, and where the row of each ends."""
+    place = flights.newest(config, state)
+    return flights.at(config, state.requests, place), flights.planned(config, state.requests)
