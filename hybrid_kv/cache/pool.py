@@ -222,14 +222,14 @@ def compact(config: CacheConfig, state: CacheState) -> CacheState:
     """
     for pool, (first, count) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
         capacity, ring_first = RING_FACTOR * count, RING_FACTOR * first
-        lane = jnp.arange(capacity, dtype=jnp.int32)
 
         def crowded(carry, pool=pool, capacity=capacity):
             pools, _ = carry
             return pools[pool, RING_TAIL] - pools[pool, RING_HEAD] > 2 * (capacity // RING_FACTOR)
 
-        def squeeze(carry, pool=pool, capacity=capacity, ring_first=ring_first, lane=lane):
+        def squeeze(carry, pool=pool, capacity=capacity, ring_first=ring_first):
             pools, ring = carry
+            lane = jnp.arange(capacity, dtype=jnp.int32)
             head, tail = pools[pool, RING_HEAD], pools[pool, RING_TAIL]
             entries = ring[ring_first + (head + lane) % capacity]
             rows = state.blocks[entries[:, 0]]

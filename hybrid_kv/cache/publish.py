@@ -15,6 +15,7 @@ from hybrid_kv.cache.pool import free_keyless
 from hybrid_kv.cache.state import (
     BITS,
     DONE,
+    KEPT,
     OVERFLOWED,
     PENDING_FROM,
     PENDING_STEP,
@@ -56,6 +57,21 @@ def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
         state = _for_units(config, filed, done, functools.partial(_confirm_unit, config), state)
     state = _for_units(config, filed, done, file_unit, state)
     return state._replace(requests=state.requests.at[:, fields.published].set(done))
+
+
+def file_again(
+    config: CacheConfig, state: CacheState, row: jax.Array, position: int, column: jax.Array, ok: jax.Array
+) -> CacheState:
+    """File the committed units of a request's block again: a copy may have taken their names and may forget them."""
+    done = state.requests[row, layout(config).published.start + position]
+    per_block = config.units_per_block(config.geometry.paged[position])
+    first = column * per_block
+    count = jnp.where(ok, jnp.clip(done - first, 0, per_block), 0)
+
+    def file_unit(i, state):
+        return _file_unit(config, state, row, jnp.int32(position), first + i, done, pending=False)
+
+    return jax.lax.fori_loop(0, count, file_unit, state)
 
 
 def file_rows(config: CacheConfig, state: CacheState, row: jax.Array, first: jax.Array, stop: jax.Array) -> CacheState:
@@ -300,13 +316,18 @@ def _file(
         # Names of several steps in flight: all are of the last of them, until a commit confirms some.
         flying = state.blocks[block, PENDING_STEP] > state.counters[DONE]
         first = jnp.where(flying, jnp.minimum(state.blocks[block, PENDING_FROM], unit), unit)
-        return found, (block > 0) & (found.place >= 0) & better, first
+        bits = state.blocks[block, BITS] | (state.blocks[found.block, BITS] & KEPT)
+        return found, (block > 0) & (found.place >= 0) & better, first, bits
 
-    found, ok, first = read_first(read, state)
+    found, ok, first, bits = read_first(read, state)
     full = (block > 0) & (found.place < 0)
     state = state._replace(counters=state.counters.at[OVERFLOWED].add(full.astype(jnp.int32)))
     state = index.put(state, key, group, found.place, block, unit, ok)
     if not pending:
+        if any(group.kind.windowed for group in config.geometry.groups):
+            # Content that somebody keeps stays kept.
+            at = jnp.where(ok, block, config.total_blocks)
+            state = state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
         return free_keyless(config, state, pool, jnp.where(ok, found.block, 0)), ok
     at = jnp.where(ok, block, config.total_blocks)
     columns = jnp.array([PENDING_STEP, PENDING_FROM])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from hybrid_kv.cache import index, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units, window_start
+from hybrid_kv.cache.publish import file_again
 from hybrid_kv.cache.state import BITS, INTERVAL, KEEP_WINDOWS, KEPT, REF, TURN_END, CacheState, layout
 from hybrid_kv.geometry import GroupGeometry
 
@@ -34,7 +35,8 @@ def leave_windows(config: CacheConfig, state: CacheState, rows: jax.Array) -> Ca
 def part(config: CacheConfig, state: CacheState, row: jax.Array, position: int, stop: jax.Array) -> CacheState:
     """Drop a request's windowed blocks before column `stop`, last column first.
 
-    Content that nobody will look for loses its keys, unless another request holds it too.
+    Content that nobody will look for loses its keys, unless another request holds it too. A block that somebody will
+    look for owns its keys from now on: a copy that was filed later could forget them.
     """
     fields, group = layout(config), config.geometry.paged[position]
     offset, number = config.column_offset[position], config.group_pool[group]
@@ -47,6 +49,8 @@ def part(config: CacheConfig, state: CacheState, row: jax.Array, position: int, 
         column = stop - 1 - i
         block = state.tables[row, offset + column]
         needed = _needed(config, state, state.requests[row], config.group(group), column)
+        if config.prefix_caching:
+            state = file_again(config, state, row, position, column, needed & (block > 0))
         bits = state.blocks[block, BITS] | jnp.where(needed, KEPT, 0)
         at = jnp.where(block > 0, block, config.total_blocks)
         state = state._replace(

@@ -1,7 +1,7 @@
 """Requests of published serving traces, with tokens: what policies are compared on.
 
-Token traces (`simulate.traces`) hold real tokens. Block traces hold ids that name content of so many tokens; equal ids
-become equal tokens, an answer is random, of the recorded length but at most `LONGEST_ANSWER`, and never asked for again.
+Token traces (`simulate.traces`) hold real tokens. Block traces hold ids that name content of so many tokens: equal ids
+become equal tokens; an answer is random, of the recorded length but at most `LONGEST_ANSWER`, and nobody continues it.
 
 Mooncake's ids stand for 512 tokens, so two of its prompts part only at multiples of that: where a conversation goes on
 inside a block, the trace shows another id. `continued=True` repairs the clear case: the second request ever to reach a
@@ -11,6 +11,7 @@ block, if the first one ended inside the block behind it, begins that block with
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 from collections.abc import Hashable, Iterator, Sequence
@@ -51,7 +52,7 @@ def mooncake(path: Path, limit: int | None = None, continued: bool = False) -> I
         length = row["input_length"]
         ids = row["hash_ids"][: length // block]
         whole = row["hash_ids"][: -(-length // block)]
-        for before, after in zip(ids, ids[1:], strict=False):
+        for before, after in itertools.pairwise(ids):
             if continued and seen.get(before, 0) == 1 and before in tails:
                 content.begin(after, tails[before], block)
         prompt = np.concatenate([content.of(one, block) for one in whole] or [np.zeros(0, np.int32)])[:length]

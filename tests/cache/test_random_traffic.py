@@ -9,7 +9,8 @@ import pytest
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.emission import EmissionCapability
-from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PREEMPTED
+from hybrid_kv.cache.lookup import SKIP_READ
+from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PREEMPTED, policy_of
 from hybrid_kv.cache.statistics import statistics
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
@@ -171,3 +172,18 @@ def test_the_next_turn_resumes_where_a_drafter_can_prove_the_end_of_the_last_one
     serving.add([*tokens, 0, 1, 2])
     serving.run()
     assert serving.hits == [0, 28]
+
+
+@pytest.mark.parametrize("answer", [1, 12])
+def test_a_copy_that_is_let_go_takes_no_content_away_that_another_request_keeps(answer):
+    config = CONFIGS["windows alone"]
+    serving = Serving(config)
+    serving.state = serving.state._replace(policy=policy_of(config, Placement(retention=0)))
+    prompt = np.random.default_rng(0).integers(0, 3, 61).tolist()
+    serving.add(prompt[:21], answer)
+    serving.step()
+    serving.add(prompt, flags=SKIP_READ)  # it files all units anew, and needs none of the first ones in the end
+    serving.run()
+    serving.add(prompt[:21])
+    serving.run()
+    assert serving.hits == [0, 0, 20]
