@@ -95,8 +95,8 @@ def _flat(session: dict[str, Any]) -> list[tuple[float, dict[str, Any]]]:
     """Requests of a session and of its sub-agents with their time, in order."""
     found = []
     for row in session["requests"]:
-        inner = [(row["t"] + one["t"], one) for one in row["requests"]] if "requests" in row else [(row["t"], row)]
-        found += inner
+        begin, inner = (row["t"], row["requests"]) if "requests" in row else (0, [row])
+        found += [(float(begin + one["t"]), one) for one in inner]
     return sorted(found, key=lambda one: one[0])
 
 
