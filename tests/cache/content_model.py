@@ -158,11 +158,11 @@ class Serving:
 
     def _span(self, plan: StepPlan, i: int, owner: Sequence) -> Span:
         """Where a row really starts and ends, and what it samples."""
-        assert 0 <= int(plan.start[i]) - owner.computed <= int(plan.slack[i]) or plan.admitted[i]
         start = int(plan.start[i]) if plan.admitted[i] else owner.computed
         stop = start + int(plan.length[i])
         if len(owner.tokens) >= owner.limit:
             return Span([], _prefixes(tuple(owner.tokens)), start, start, stop)
+        assert 0 <= int(plan.start[i]) - start <= int(plan.slack[i])
         sampled = []
         if plan.samples[i]:
             accepted = int(self.rng.integers(0, plan.drafts[i] + 1))
