@@ -150,8 +150,8 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     fields = layout(config)
     state = pool.compact(config, state)
     place, planned = flights.newest(config, state), state.counters[PLANNED]
-    flight = flights.at(config, state.requests, place)
-    scheduled = (flight.scheduled > 0) & (planned > state.counters[DONE])
+    flight, flying = flights.at(config, state.requests, place), planned > state.counters[DONE]
+    scheduled = (flight.scheduled > 0) & flying
     admitted = scheduled & (state.requests[:, fields.ADMITTED] == planned)
     drafts = jnp.where(scheduled, flight.verifying, state.requests[:, fields.DRAFTS])
     state = state._replace(requests=state.requests.at[:, fields.DRAFTS].set(drafts))
@@ -161,11 +161,12 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
         return _drop_saved(config, state, row, place)
 
     state = _for_rows(config, scheduled, forget, state)
-    requests = flights.put(config, state.requests, place, jax.tree.map(jnp.zeros_like, flight))
-    state = state._replace(requests=jnp.where(scheduled[:, None], requests, state.requests))
+    # Also what the step promised to requests that were preempted since: those tokens will not come.
+    requests = flights.cleared(config, state.requests, place)
+    state = state._replace(requests=jnp.where(flying, requests, state.requests))
     state = take_back(_for_rows(config, admitted, _wait_again, state))
     last = state.counters[LAST_PREFILL]
-    values = jnp.stack([jnp.maximum(planned - 1, state.counters[DONE]), jnp.where(last == planned, 0, last)])
+    values = jnp.stack([planned - flying.astype(jnp.int32), jnp.where(flying & (last == planned), 0, last)])
     return state._replace(counters=state.counters.at[jnp.array([PLANNED, LAST_PREFILL])].set(values))
 
 

@@ -64,7 +64,7 @@ class Serving:
 
     def __init__(self, config: CacheConfig, seed: int = 0) -> None:
         self.config, self.state = config, initial_state(config)
-        names = ("arrive", "commit", "abort", "withdraw", "propose", "reset")
+        names = ("arrive", "commit", "abort", "withdraw", "propose", "reset", "preempt_running")
         steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in names}}
         steps |= {name: getattr(external, name) for name in ("undecided", "restore", "loaded")}
         self.compiled = {name: compiled(step, config, consumes=False) for name, step in steps.items()}
@@ -258,6 +258,10 @@ class Serving:
     def withdraw(self) -> None:
         """Take back the step planned last; it has not run."""
         self.state = self.compiled["withdraw"](self.state)
+        self.follow()
+
+    def preempt_running(self) -> None:
+        self.state = self.compiled["preempt_running"](self.state)
         self.follow()
 
     def reset(self) -> bool:

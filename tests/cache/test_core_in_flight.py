@@ -168,6 +168,17 @@ def test_the_step_planned_last_is_withdrawn_and_the_one_before_it_stands():
     settle(core)
 
 
+def test_a_withdrawn_step_gives_a_request_that_was_preempted_since_no_tokens_to_wait_for():
+    core = serving()
+    core.add(range(7), 4)
+    core.plan()
+    core.preempt_running()
+    core.withdraw()
+    assert plan(core) == [(0, 0, 7, 0)]
+    core.run()
+    settle(core)
+
+
 # Loads
 
 
