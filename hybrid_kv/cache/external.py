@@ -66,8 +66,8 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
     """Take blocks for the first `tokens` tokens of a waiting request that a store has: (state, what to write).
 
     Refused, with the same state and a load of 0 tokens: a length that is no hit boundary, leaves nothing to compute or
-    is no longer than what is here already; a request that does not wait or has a load; and one whose load and prefill
-    do not fit beside what the prefills under way still need.
+    is no longer than what is here already; a request that does not wait, has a load, or was preempted and gets tokens
+    of a step in flight; and one whose load and prefill do not fit beside what the prefills under way still need.
     """
     fields, geometry = layout(config), config.geometry
     state = pool.compact(config, state)
@@ -76,6 +76,8 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
     local = here(config, state, state.keys[slot], known)
     fine = (tokens % geometry.hit_unit == 0) & (tokens > local.hit) & (tokens <= longest_hit(config, known))
     fine &= (request[fields.STATUS] == WAITING) & (request[fields.LOAD] <= UNDECIDED)
+    # Tokens that rows in flight still give to a preempted request may end it, and its blocks with it.
+    fine &= flights.expected(config, request) == known
     fine &= (request[fields.FLAGS] & SKIP_READ == 0) & jnp.asarray(config.prefix_caching)
     parts = [_part(config, index, local, known, tokens) for index in geometry.paged]
     need = jnp.zeros((len(config.pool_blocks),), jnp.int32)

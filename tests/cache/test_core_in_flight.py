@@ -6,7 +6,7 @@ import pytest
 from hybrid_kv.cache import transitions
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import BROUGHT, FREE_BLOCKS, RUNNING, WAITING, layout
+from hybrid_kv.cache.state import BROUGHT, FREE, FREE_BLOCKS, RUNNING, WAITING, layout
 from hybrid_kv.geometry import GroupSpec, resolve
 from hybrid_kv.schedule.programs import compiled
 from tests.cache.content_model import Serving
@@ -283,6 +283,18 @@ def test_a_load_is_not_admitted_on_the_blocks_that_prefills_under_way_need():  #
     slot = core.add(range(90, 104), 2)
     assert free(core)[0] == 7 and not core.restore(slot, 12).tokens
     core.run()
+    settle(core)
+
+
+def test_nothing_is_loaded_for_a_preempted_request_that_a_step_in_flight_may_end():
+    core = serving()
+    slot = core.add(range(30), 20)
+    core.runs[slot].limit = core.live[slot][1] = 31  # it samples a stop token, which nobody could foresee
+    plan(core)
+    core.preempt_running()
+    assert not core.restore(slot, 16).tokens
+    core.commit()
+    assert column(core, slot, layout(core.config).STATUS) == FREE and free(core) == [20, 20]
     settle(core)
 
 
