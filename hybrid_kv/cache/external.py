@@ -33,7 +33,7 @@ from hybrid_kv.cache.state import (
     CacheState,
     layout,
 )
-from hybrid_kv.cache.transitions import drop_load, release
+from hybrid_kv.cache.transitions import release
 
 
 class Load(NamedTuple):
@@ -202,19 +202,3 @@ def _first(config: CacheConfig, group: int, length: jax.Array) -> jax.Array:
     if geometry.kind.append_only:
         return jnp.zeros_like(length)
     return window_start(geometry, length) // config.unit * config.unit
-
-
-def give_up_idle_loads(config: CacheConfig, state: CacheState, idle: jax.Array) -> CacheState:
-    """Where nothing runs and nothing fits, what was brought for those who wait is held no longer; it stays to be found
-    while it lasts."""
-    fields = layout(config)
-    held = idle & (state.requests[:, fields.LOAD] == BROUGHT)
-    rows = jnp.nonzero(held, size=config.max_requests, fill_value=0)[0].astype(jnp.int32)
-
-    def give_up(i, state):
-        row = rows[i]
-        state = drop_load(config, state, row, state.tables[row], state.requests[row, fields.read])
-        requests = state.requests.at[row, fields.read].set(0)
-        return state._replace(requests=requests, tables=state.tables.at[row].set(0))
-
-    return jax.lax.fori_loop(0, held.sum(dtype=jnp.int32), give_up, state)

@@ -25,6 +25,7 @@ from hybrid_kv.cache.publish import (
 )
 from hybrid_kv.cache.state import (
     ABANDONED,
+    BROUGHT,
     DONE,
     FREE,
     LAST_PREFILL,
@@ -197,15 +198,19 @@ def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array
 def preempt_running(config: CacheConfig, state: CacheState) -> CacheState:
     """Take everything from all running requests, as before a `reset`: they wait again at their old places.
 
-    Steps in flight still give their tokens, and nothing that they write is ever published.
+    Steps in flight still give their tokens, and nothing that they write is ever published. What was loaded for those
+    who wait is held no longer. While a load is under way nothing changes, since that forbids a reset as well.
     """
     fields = layout(config)
+    phase = state.requests[:, fields.LOAD]
+    free = ~((phase == LOADING) | (phase == ABANDONED)).any()
+    state = give_up_loads(config, pool.compact(config, state), free) if config.loads else pool.compact(config, state)
 
     def give_way(config, state, row):
         return _preempt(config, _forget_names(config, state, row, state.requests[row, fields.COMPUTED]), row)
 
-    running = state.requests[:, fields.STATUS] > WAITING
-    return _for_rows(config, running, give_way, pool.compact(config, state))
+    running = free & (state.requests[:, fields.STATUS] > WAITING)
+    return _for_rows(config, running, give_way, state)
 
 
 def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
@@ -343,6 +348,18 @@ def drop_load(
     state = _drop(config, state, held)
     columns = jnp.array([fields.LOAD, fields.LOADED])
     return state._replace(requests=state.requests.at[row, columns].set(NOTHING))
+
+
+def give_up_loads(config: CacheConfig, state: CacheState, ok: jax.Array) -> CacheState:
+    """Hold what was brought for those who wait no longer, if `ok`; it stays to be found while it lasts."""
+    fields = layout(config)
+
+    def give_up(config, state, row):
+        state = drop_load(config, state, row, state.tables[row], state.requests[row, fields.read])
+        requests = state.requests.at[row, fields.read].set(0)
+        return state._replace(requests=requests, tables=state.tables.at[row].set(0))
+
+    return _for_rows(config, ok & (state.requests[:, fields.LOAD] == BROUGHT), give_up, state)
 
 
 def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Array]]) -> CacheState:
