@@ -197,8 +197,11 @@ def loaded(config: CacheConfig, state: CacheState, slot: jax.Array, good: jax.Ar
 
 
 def _first(config: CacheConfig, group: int, length: jax.Array) -> jax.Array:
-    """The first token of which a group's rows are there once a prefix is restored."""
+    """The first token of which a group's rows are there once a prefix is restored.
+
+    Of whole blocks: a block that is found by one of its units has to hold all before it.
+    """
     geometry = config.group(group)
     if geometry.kind.append_only:
         return jnp.zeros_like(length)
-    return window_start(geometry, length) // config.unit * config.unit
+    return window_start(geometry, length) // geometry.block * geometry.block

@@ -49,15 +49,16 @@ CONFIGS = {
         2, 2, True, 8, (16,), chunk_limit=24, emission=EmissionCapability(1, 8, anchored=False)
     ),
     "admitted by the chunk": _config(1, 1, False, 8, (16,), whole_prompts=False, chunk_limit=16),
-    "windows, every block kept, two steps in flight": _kinds(
+    "coarse windows, every block kept, loads, two steps in flight": _kinds(
         [
             GroupSpec("full", "full", 8),
-            GroupSpec("swa", "sliding_window", 4, window=11),
+            GroupSpec("swa", "sliding_window", 8, window=11),
             GroupSpec("local", "chunked_local", 4, window=16),
             GroupSpec("gdn", "recurrent", 8),
         ],
-        80,
+        70,
         steps_in_flight=2,
+        loads=True,
         placement=Placement(retention=None),
     ),
     "windows alone": _kinds([GroupSpec("swa", "sliding_window", 4, window=8)], 22, placement=Placement(retention=8)),
@@ -171,3 +172,17 @@ def test_the_next_turn_resumes_where_a_drafter_can_prove_the_end_of_the_last_one
     serving.add([*tokens, 0, 1, 2])
     serving.run()
     assert serving.hits == [0, 28]
+
+
+def test_a_block_of_a_window_that_a_load_has_brought_can_be_found_by_any_of_its_units():
+    serving = Serving(CONFIGS["coarse windows, every block kept, loads, two steps in flight"])
+    serving.add(range(17))
+    serving.run()
+    slot = serving.add(range(30))
+    # The token at 24 reads rows from 14 on; another request reads all of the block that 14 lies in.
+    assert serving.restore(slot, 24).first.tolist() == [16, 8, 16, 24]
+    serving.bring(slot)
+    serving.run()
+    serving.add([*range(16), 99])
+    serving.run()
+    assert serving.hits == [0, 24, 16]
