@@ -94,7 +94,7 @@ CONFIGS = {
 
 
 def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
-    """Random requests with shared prompts, withdrawals and aborts, to the end; counts what happened.
+    """Random requests with shared prompts, withdrawals, aborts and resets, to the end; counts what happened.
 
     Raises AssertionError for a wrong read, a broken invariant, a stall or a leak.
     """
@@ -130,7 +130,11 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
             continue
         plan = serving.plan()
         counts["steps"] += 1
-        if plan.rows and rng.random() < 0.05:
+        preempting = config.steps_in_flight > 1 and rng.random() < 0.05
+        if preempting:
+            serving.preempt_running()
+            assert serving.reset() == (not serving.loads)
+        if plan.rows and rng.random() < (0.3 if preempting else 0.05):
             serving.withdraw()
             counts["withdrawn"] += 1
             continue
