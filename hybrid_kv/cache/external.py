@@ -33,7 +33,7 @@ from hybrid_kv.cache.state import (
     CacheState,
     layout,
 )
-from hybrid_kv.cache.transitions import drop_load, release
+from hybrid_kv.cache.transitions import release
 
 
 class Load(NamedTuple):
@@ -66,8 +66,8 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
     """Take blocks for the first `tokens` tokens of a waiting request that a store has: (state, what to write).
 
     Refused, with the same state and a load of 0 tokens: a length that is no hit boundary, leaves nothing to compute or
-    is no longer than what is here already; a request that does not wait or has a load; and one whose load and prefill
-    do not fit beside what the prefills under way still need.
+    is no longer than what is here already; a request that does not wait, has a load, or was preempted and gets tokens
+    of a step in flight; and one whose load and prefill do not fit beside what the prefills under way still need.
     """
     fields, geometry = layout(config), config.geometry
     state = pool.compact(config, state)
@@ -76,6 +76,8 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
     local = here(config, state, state.keys[slot], known)
     fine = (tokens % geometry.hit_unit == 0) & (tokens > local.hit) & (tokens <= longest_hit(config, known))
     fine &= (request[fields.STATUS] == WAITING) & (request[fields.LOAD] <= UNDECIDED)
+    # Tokens that rows in flight still give to a preempted request may end it, and its blocks with it.
+    fine &= flights.expected(config, request) == known
     fine &= (request[fields.FLAGS] & SKIP_READ == 0) & jnp.asarray(config.prefix_caching)
     parts = [_part(config, index, local, known, tokens) for index in geometry.paged]
     need = jnp.zeros((len(config.pool_blocks),), jnp.int32)
@@ -195,24 +197,11 @@ def loaded(config: CacheConfig, state: CacheState, slot: jax.Array, good: jax.Ar
 
 
 def _first(config: CacheConfig, group: int, length: jax.Array) -> jax.Array:
-    """The first token of which a group's rows are there once a prefix is restored."""
+    """The first token of which a group's rows are there once a prefix is restored.
+
+    Of whole blocks: a block that is found by one of its units has to hold all before it.
+    """
     geometry = config.group(group)
     if geometry.kind.append_only:
         return jnp.zeros_like(length)
-    return window_start(geometry, length) // config.unit * config.unit
-
-
-def give_up_idle_loads(config: CacheConfig, state: CacheState, idle: jax.Array) -> CacheState:
-    """Where nothing runs and nothing fits, what was brought for those who wait is held no longer; it stays to be found
-    while it lasts."""
-    fields = layout(config)
-    held = idle & (state.requests[:, fields.LOAD] == BROUGHT)
-    rows = jnp.nonzero(held, size=config.max_requests, fill_value=0)[0].astype(jnp.int32)
-
-    def give_up(i, state):
-        row = rows[i]
-        state = drop_load(config, state, row, state.tables[row], state.requests[row, fields.read])
-        requests = state.requests.at[row, fields.read].set(0)
-        return state._replace(requests=requests, tables=state.tables.at[row].set(0))
-
-    return jax.lax.fori_loop(0, held.sum(dtype=jnp.int32), give_up, state)
+    return window_start(geometry, length) // geometry.block * geometry.block

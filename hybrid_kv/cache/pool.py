@@ -37,6 +37,8 @@ from hybrid_kv.cache.state import (
 # Free blocks enter a ring twice in one transition at most, so after compaction it holds no more than four entries per
 # block; a refresh may fill it up to here, which leaves room for the former.
 _REFRESH_ROOM = RING_FACTOR - 2
+# Stamps there are, from 1 on: as many as a signed word holds.
+_STAMPS = np.uint32((1 << 31) - 1)
 # Reference, and neither stamp nor bits nor pending names.
 _TAKEN = np.array([1] + [0] * (PLACES - 1), np.int32)
 
@@ -138,7 +140,7 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
     nth = jnp.cumsum(keyed.astype(jnp.int32)) - 1
     place = jnp.where(spare, head - jnp.cumsum(spare.astype(jnp.int32)), tail + jnp.cumsum(last.astype(jnp.int32)) - 1)
     ring_at = RING_FACTOR * first + place % capacity
-    stamps = state.counters[CLOCK] + 1 + nth
+    counters, stamps = _stamps(state, nth, keyed_count)
     none_block, none_ring = config.total_blocks, state.ring.shape[0]
     # A keyless block forgets its stamp, or an entry from when it had keys would look live again.
     stamped = jnp.where(freed, jnp.where(keyed, stamps, 0), rows[:, STAMP])
@@ -151,8 +153,20 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
         stack=state.stack.at[jnp.where(bare, stack_at, none_block)].set(ids, mode="drop"),
         ring=state.ring.at[jnp.where(keyed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
         pools=state.pools.at[pool, :USABLE].add(change),
-        counters=state.counters.at[CLOCK].add(keyed_count),
+        counters=counters,
     )
+
+
+def _stamps(state: CacheState, nth: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The counters with the clock moved on by `count`, and the stamps of the releases numbered `nth` from 0.
+
+    Stamps are only compared for equality, with that of a block still in the ring, so the clock may begin anew; none is
+    0, which a block without a key has.
+    """
+    clock = state.counters[CLOCK].astype(jnp.uint32)
+    stamps = (clock + nth.astype(jnp.uint32)) % _STAMPS + 1
+    after = (clock + count.astype(jnp.uint32)) % _STAMPS
+    return state.counters.at[CLOCK].set(after.astype(jnp.int32)), stamps.astype(jnp.int32)
 
 
 def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
@@ -166,14 +180,14 @@ def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
     head, tail = state.pools[pool, RING_HEAD], state.pools[pool, RING_TAIL]
     again &= tail - head + ids.shape[0] <= _REFRESH_ROOM * count
     nth = jnp.cumsum(again.astype(jnp.int32)) - 1
-    stamps = state.counters[CLOCK] + 1 + nth
-    ring_at = jnp.where(again, RING_FACTOR * first + (tail + nth) % (RING_FACTOR * count), state.ring.shape[0])
     added = again.sum(dtype=jnp.int32)
+    counters, stamps = _stamps(state, nth, added)
+    ring_at = jnp.where(again, RING_FACTOR * first + (tail + nth) % (RING_FACTOR * count), state.ring.shape[0])
     return state._replace(
         blocks=state.blocks.at[jnp.where(again, ids, config.total_blocks), STAMP].set(stamps, mode="drop"),
         ring=state.ring.at[ring_at].set(jnp.stack([ids, stamps], -1), mode="drop"),
         pools=state.pools.at[pool, RING_TAIL].add(added),
-        counters=state.counters.at[CLOCK].add(added),
+        counters=counters,
     )
 
 

@@ -25,6 +25,7 @@ from hybrid_kv.cache.publish import (
 )
 from hybrid_kv.cache.state import (
     ABANDONED,
+    BROUGHT,
     DONE,
     FREE,
     LAST_PREFILL,
@@ -150,8 +151,8 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     fields = layout(config)
     state = pool.compact(config, state)
     place, planned = flights.newest(config, state), state.counters[PLANNED]
-    flight = flights.at(config, state.requests, place)
-    scheduled = (flight.scheduled > 0) & (planned > state.counters[DONE])
+    flight, flying = flights.at(config, state.requests, place), planned > state.counters[DONE]
+    scheduled = (flight.scheduled > 0) & flying
     admitted = scheduled & (state.requests[:, fields.ADMITTED] == planned)
     drafts = jnp.where(scheduled, flight.verifying, state.requests[:, fields.DRAFTS])
     state = state._replace(requests=state.requests.at[:, fields.DRAFTS].set(drafts))
@@ -161,11 +162,12 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
         return _drop_saved(config, state, row, place)
 
     state = _for_rows(config, scheduled, forget, state)
-    requests = flights.put(config, state.requests, place, jax.tree.map(jnp.zeros_like, flight))
-    state = state._replace(requests=jnp.where(scheduled[:, None], requests, state.requests))
+    # Also what the step promised to requests that were preempted since: those tokens will not come.
+    requests = flights.cleared(config, state.requests, place)
+    state = state._replace(requests=jnp.where(flying, requests, state.requests))
     state = take_back(_for_rows(config, admitted, _wait_again, state))
     last = state.counters[LAST_PREFILL]
-    values = jnp.stack([jnp.maximum(planned - 1, state.counters[DONE]), jnp.where(last == planned, 0, last)])
+    values = jnp.stack([planned - flying.astype(jnp.int32), jnp.where(flying & (last == planned), 0, last)])
     return state._replace(counters=state.counters.at[jnp.array([PLANNED, LAST_PREFILL])].set(values))
 
 
@@ -196,15 +198,19 @@ def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array
 def preempt_running(config: CacheConfig, state: CacheState) -> CacheState:
     """Take everything from all running requests, as before a `reset`: they wait again at their old places.
 
-    Steps in flight still give their tokens, and nothing that they write is ever published.
+    Steps in flight still give their tokens, and nothing that they write is ever published. What was loaded for those
+    who wait is held no longer. While a load is under way nothing changes, since that forbids a reset as well.
     """
     fields = layout(config)
+    phase = state.requests[:, fields.LOAD]
+    free = ~((phase == LOADING) | (phase == ABANDONED)).any()
+    state = give_up_loads(config, pool.compact(config, state), free) if config.loads else pool.compact(config, state)
 
     def give_way(config, state, row):
         return _preempt(config, _forget_names(config, state, row, state.requests[row, fields.COMPUTED]), row)
 
-    running = state.requests[:, fields.STATUS] > WAITING
-    return _for_rows(config, running, give_way, pool.compact(config, state))
+    running = free & (state.requests[:, fields.STATUS] > WAITING)
+    return _for_rows(config, running, give_way, state)
 
 
 def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
@@ -342,6 +348,18 @@ def drop_load(
     state = _drop(config, state, held)
     columns = jnp.array([fields.LOAD, fields.LOADED])
     return state._replace(requests=state.requests.at[row, columns].set(NOTHING))
+
+
+def give_up_loads(config: CacheConfig, state: CacheState, ok: jax.Array) -> CacheState:
+    """Hold what was brought for those who wait no longer, if `ok`; it stays to be found while it lasts."""
+    fields = layout(config)
+
+    def give_up(config, state, row):
+        state = drop_load(config, state, row, state.tables[row], state.requests[row, fields.read])
+        requests = state.requests.at[row, fields.read].set(0)
+        return state._replace(requests=requests, tables=state.tables.at[row].set(0))
+
+    return _for_rows(config, ok & (state.requests[:, fields.LOAD] == BROUGHT), give_up, state)
 
 
 def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Array]]) -> CacheState:

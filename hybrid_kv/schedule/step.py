@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from hybrid_kv.cache import flights, pool
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.external import give_up_idle_loads
 from hybrid_kv.cache.state import (
     ACTIVE,
     BROUGHT,
@@ -26,6 +25,7 @@ from hybrid_kv.cache.state import (
     layout,
 )
 from hybrid_kv.cache.statistics import note_step
+from hybrid_kv.cache.transitions import give_up_loads
 from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
 from hybrid_kv.schedule.order import comes_after, first_of, last_running, preempt_last
 from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
@@ -82,7 +82,8 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     names = jnp.array([PLANNED, SHORT, LAST_PREFILL])
     state = state._replace(counters=counters.at[names].set(jnp.stack([planned, short, last])))
     state = note_step(state, start, ~nothing)
-    return give_up_idle_loads(config, state, planned == done) if config.loads else state
+    # Where nothing runs and nothing fits, what was brought for those who wait makes room.
+    return give_up_loads(config, state, planned == done) if config.loads else state
 
 
 def _prefills_wait(config: CacheConfig, state: CacheState) -> jax.Array:

@@ -64,7 +64,7 @@ class Serving:
 
     def __init__(self, config: CacheConfig, seed: int = 0) -> None:
         self.config, self.state = config, initial_state(config)
-        names = ("arrive", "commit", "abort", "withdraw", "propose", "reset")
+        names = ("arrive", "commit", "abort", "withdraw", "propose", "reset", "preempt_running")
         steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in names}}
         steps |= {name: getattr(external, name) for name in ("undecided", "restore", "loaded")}
         self.compiled = {name: compiled(step, config, consumes=False) for name, step in steps.items()}
@@ -158,11 +158,11 @@ class Serving:
 
     def _span(self, plan: StepPlan, i: int, owner: Sequence) -> Span:
         """Where a row really starts and ends, and what it samples."""
-        assert 0 <= int(plan.start[i]) - owner.computed <= int(plan.slack[i]) or plan.admitted[i]
         start = int(plan.start[i]) if plan.admitted[i] else owner.computed
         stop = start + int(plan.length[i])
         if len(owner.tokens) >= owner.limit:
             return Span([], _prefixes(tuple(owner.tokens)), start, start, stop)
+        assert 0 <= int(plan.start[i]) - start <= int(plan.slack[i])
         sampled = []
         if plan.samples[i]:
             accepted = int(self.rng.integers(0, plan.drafts[i] + 1))
@@ -258,6 +258,10 @@ class Serving:
     def withdraw(self) -> None:
         """Take back the step planned last; it has not run."""
         self.state = self.compiled["withdraw"](self.state)
+        self.follow()
+
+    def preempt_running(self) -> None:
+        self.state = self.compiled["preempt_running"](self.state)
         self.follow()
 
     def reset(self) -> bool:

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from hybrid_kv.cache import transitions
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import BROUGHT, FREE_BLOCKS, RUNNING, WAITING, layout
+from hybrid_kv.cache.state import BROUGHT, FREE, FREE_BLOCKS, RUNNING, WAITING, layout
 from hybrid_kv.geometry import GroupSpec, resolve
-from hybrid_kv.schedule.programs import compiled
 from tests.cache.content_model import Serving
 
 GEOMETRY = resolve([GroupSpec("mla", "mla", 4), GroupSpec("kda", "recurrent", 4)], hash_unit=4)
@@ -168,6 +166,17 @@ def test_the_step_planned_last_is_withdrawn_and_the_one_before_it_stands():
     settle(core)
 
 
+def test_a_withdrawn_step_gives_a_request_that_was_preempted_since_no_tokens_to_wait_for():
+    core = serving()
+    core.add(range(7), 4)
+    core.plan()
+    core.preempt_running()
+    core.withdraw()
+    assert plan(core) == [(0, 0, 7, 0)]
+    core.run()
+    settle(core)
+
+
 # Loads
 
 
@@ -275,6 +284,18 @@ def test_a_load_is_not_admitted_on_the_blocks_that_prefills_under_way_need():  #
     settle(core)
 
 
+def test_nothing_is_loaded_for_a_preempted_request_that_a_step_in_flight_may_end():
+    core = serving()
+    slot = core.add(range(30), 20)
+    core.runs[slot].limit = core.live[slot][1] = 31  # it samples a stop token, which nobody could foresee
+    plan(core)
+    core.preempt_running()
+    assert not core.restore(slot, 16).tokens
+    core.commit()
+    assert column(core, slot, layout(core.config).STATUS) == FREE and free(core) == [20, 20]
+    settle(core)
+
+
 def test_what_was_loaded_is_held_until_its_request_is_admitted_or_nothing_else_can_run():
     core = serving(blocks=(9, 9))
     first, second = core.add(range(20), 2), core.add(range(60, 80), 2)
@@ -293,10 +314,28 @@ def test_nothing_is_forgotten_while_a_load_has_blocks():  # L6
     core = serving()
     slot = core.add(range(30), 2)
     core.restore(slot, 16)
-    reset = compiled(transitions.reset, core.config, consumes=False)
-    assert not reset(core.state)[1]
+    assert not core.reset()
     core.abort(slot)
-    assert not reset(core.state)[1]
+    assert not core.reset()
     core.bring(slot)
-    state, done = reset(core.state)
-    assert done and int(state.pools[0, FREE_BLOCKS]) == 20
+    assert core.reset() and free(core) == [20, 20]
+
+
+def test_what_was_loaded_and_not_yet_read_is_forgotten_by_a_reset_that_preempts_and_a_load_under_way_forbids_it():  # L6
+    core = serving()
+    core.add(range(60, 70), 4)
+    plan(core)
+    slot = core.add(range(30), 2)
+    core.restore(slot, 16)
+    held = free(core)
+    core.preempt_running()
+    assert free(core) == held and not core.reset(), "nobody gives way while a load is under way"
+    core.bring(slot)
+    assert not core.reset()
+    core.preempt_running()
+    assert core.reset() and free(core) == [20, 20]
+    assert core.restore(slot, 16).tokens, "it may be loaded again"
+    core.bring(slot)
+    core.run()
+    settle(core)
+    assert {one: length for one, length, _, _ in core.admissions}[slot] == 16

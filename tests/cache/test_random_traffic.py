@@ -10,7 +10,7 @@ from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.emission import EmissionCapability
 from hybrid_kv.cache.lookup import SKIP_READ
-from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PREEMPTED, policy_of
+from hybrid_kv.cache.state import CLOCK, EVICTED, FREE_BLOCKS, PREEMPTED, policy_of
 from hybrid_kv.cache.statistics import statistics
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
@@ -50,15 +50,16 @@ CONFIGS = {
         2, 2, True, 8, (16,), chunk_limit=24, emission=EmissionCapability(1, 8, anchored=False)
     ),
     "admitted by the chunk": _config(1, 1, False, 8, (16,), whole_prompts=False, chunk_limit=16),
-    "windows, every block kept, two steps in flight": _kinds(
+    "coarse windows, every block kept, loads, two steps in flight": _kinds(
         [
             GroupSpec("full", "full", 8),
-            GroupSpec("swa", "sliding_window", 4, window=11),
+            GroupSpec("swa", "sliding_window", 8, window=11),
             GroupSpec("local", "chunked_local", 4, window=16),
             GroupSpec("gdn", "recurrent", 8),
         ],
-        80,
+        70,
         steps_in_flight=2,
+        loads=True,
         placement=Placement(retention=None),
     ),
     "windows alone": _kinds([GroupSpec("swa", "sliding_window", 4, window=8)], 22, placement=Placement(retention=8)),
@@ -94,12 +95,15 @@ CONFIGS = {
 
 
 def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
-    """Random requests with shared prompts, withdrawals and aborts, to the end; counts what happened.
+    """Random requests with shared prompts, withdrawals, aborts and resets, to the end; counts what happened.
 
     Raises AssertionError for a wrong read, a broken invariant, a stall or a leak.
     """
     rng = np.random.default_rng(seed)
     serving = Serving(config, seed)
+    if seed % 2:
+        # The clock of releases goes round.
+        serving.state = serving.state._replace(counters=serving.state.counters.at[CLOCK].set((1 << 31) - 300))
     stems = [rng.integers(0, 3, 60) for _ in range(2)]
     queue = []
     for _ in range(25):
@@ -127,7 +131,11 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
             continue
         plan = serving.plan()
         counts["steps"] += 1
-        if plan.rows and rng.random() < 0.05:
+        preempting = config.steps_in_flight > 1 and rng.random() < 0.05
+        if preempting:
+            serving.preempt_running()
+            assert serving.reset() == (not serving.loads)
+        if plan.rows and rng.random() < (0.3 if preempting else 0.05):
             serving.withdraw()
             counts["withdrawn"] += 1
             continue
@@ -187,3 +195,17 @@ def test_a_copy_that_is_let_go_takes_no_content_away_that_another_request_keeps(
     serving.add(prompt[:21])
     serving.run()
     assert serving.hits == [0, 0, 20]
+
+
+def test_a_block_of_a_window_that_a_load_has_brought_can_be_found_by_any_of_its_units():
+    serving = Serving(CONFIGS["coarse windows, every block kept, loads, two steps in flight"])
+    serving.add(range(17))
+    serving.run()
+    slot = serving.add(range(30))
+    # The token at 24 reads rows from 14 on; another request reads all of the block that 14 lies in.
+    assert serving.restore(slot, 24).first.tolist() == [16, 8, 16, 24]
+    serving.bring(slot)
+    serving.run()
+    serving.add([*range(16), 99])
+    serving.run()
+    assert serving.hits == [0, 24, 16]

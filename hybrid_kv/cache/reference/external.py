@@ -102,8 +102,9 @@ def want(core: Core, request: Request, tokens: int) -> Wanted:
                 kept[column] = block
             columns = range(first // geometry.block, geometry.columns(tokens))
         else:
-            first = window_units(geometry, tokens, unit).start * unit
-            columns = range(first // geometry.block, geometry.columns(tokens))
+            # Whole blocks: one that is found by one of its units has to hold all before it.
+            column = window_units(geometry, tokens, unit).start * unit // geometry.block
+            first, columns = column * geometry.block, range(column, geometry.columns(tokens))
         wanted.first.append(first)
         wanted.columns.append(columns)
         wanted.kept.append(kept)
