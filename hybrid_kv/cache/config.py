@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+
+import jax
 
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, Tokens, Truth, checkpoint_valid
@@ -52,6 +55,8 @@ class CacheConfig:
     priority: requests of a lower priority number go first, else the oldest.
     loads: a store outside the pools may bring content, see `cache.external`.
     emission: states that the back end can save inside a chunk; where it cannot save what is wanted, the chunk ends.
+    utility: what blocks that nobody holds are worth, so that the least of them are taken first, see `cache.pool`; None:
+    the least recently released.
     events: entries of the log that `cache.events` reads, a power of two; 0: no log.
     placement: what a new state starts with; other values that need no more room may be set in the state, as those
     from chunk_limit to watermark may.
@@ -81,6 +86,7 @@ class CacheConfig:
     placement: Placement = Placement()
     prefix_caching: bool = True
     events: int = 0
+    utility: Callable[..., jax.Array] | None = None
 
     def __post_init__(self) -> None:
         if len(self.group_pool) != len(self.geometry.groups):

@@ -3,7 +3,13 @@
 Free blocks without a key lie on a stack and are reused first, newest first. Free blocks with keys
 lie in a ring in the order they were released; touching one leaves a stale entry behind that is
 recognised by its stamp and skipped later. A rung of a ladder that nobody asked for goes to the ring's front, so it is
-taken before everything else that has a key. Every function takes and returns the whole state and is
+taken before everything else that has a key.
+
+Another order of blocks with keys is a utility: `CacheConfig.utility(config, state, pool)` gives every block of a pool a
+number, i32[capacity], and the lowest go first, of equals the one with the lower id. It is computed anew whenever blocks
+are taken; only the numbers of blocks that are free and have a key count. `by_release` is the order of the ring.
+
+Every function takes and returns the whole state and is
 meant to be inlined in a jitted transition.
 """
 
@@ -39,6 +45,7 @@ from hybrid_kv.cache.state import (
 _REFRESH_ROOM = RING_FACTOR - 2
 # Stamps there are, from 1 on: as many as a signed word holds.
 _STAMPS = np.uint32((1 << 31) - 1)
+_MOST = jnp.iinfo(jnp.int32).max
 # Reference, and neither stamp nor bits nor pending names.
 _TAKEN = np.array([1] + [0] * (PLACES - 1), np.int32)
 
@@ -60,12 +67,33 @@ def take(
 
     The caller has checked that `count` blocks are free. Keys of reused blocks are dropped.
     """
-    first, capacity = config.pool_offset[pool], RING_FACTOR * config.capacity[pool]
-    ring_first = RING_FACTOR * first
+    first = config.pool_offset[pool]
     lane = jnp.arange(most, dtype=jnp.int32)
     top = state.pools[pool, STACK_TOP]
     from_stack = jnp.minimum(count, top)
     ids = jnp.where(lane < from_stack, state.stack[first + jnp.maximum(top - 1 - lane, 0)], 0)
+    order = _least_recent if config.utility is None else _least_useful
+    ids, head = order(config, state, pool, ids, from_stack, count)
+    rows = read_first(lambda state: state.blocks[ids], state)
+    evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
+    # True of every id; it makes the writes below wait for the rows to be read, see `read_first`.
+    ids = jnp.where(rows[:, REF] == 0, ids, 0)
+    state = index.remove_blocks(state, jnp.where(lane < from_stack, 0, ids))
+    row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])
+    state = state._replace(
+        pools=state.pools.at[pool, :USABLE].set(row),
+        blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), :PLACES].set(_TAKEN, mode="drop"),
+        counters=state.counters.at[EVICTED].add(evicted),
+    )
+    return state, ids
+
+
+def _least_recent(
+    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, got: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Fill ids i32[most], of which `got` are there, up to `count` from the ring: (ids, ring head)."""
+    most, capacity = ids.shape[0], RING_FACTOR * config.capacity[pool]
+    ring_first = RING_FACTOR * config.pool_offset[pool]
     window = min(max(most, 8), capacity)
     ahead = jnp.arange(window, dtype=jnp.int32)
 
@@ -86,20 +114,36 @@ def take(
         more = got + taken.sum(dtype=jnp.int32)
         return ids, head + jnp.where(more < count, window, used.astype(jnp.int32)), more
 
-    head = state.pools[pool, RING_HEAD]
-    ids, head, _ = jax.lax.while_loop(unfinished, scan_window, (ids, head, from_stack))
-    rows = read_first(lambda state: state.blocks[ids], state)
-    evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
-    # True of every id; it makes the writes below wait for the rows to be read, see `read_first`.
-    ids = jnp.where(rows[:, REF] == 0, ids, 0)
-    state = index.remove_blocks(state, jnp.where(lane < from_stack, 0, ids))
-    row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])
-    state = state._replace(
-        pools=state.pools.at[pool, :USABLE].set(row),
-        blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), :PLACES].set(_TAKEN, mode="drop"),
-        counters=state.counters.at[EVICTED].add(evicted),
-    )
-    return state, ids
+    ids, head, _ = jax.lax.while_loop(unfinished, scan_window, (ids, state.pools[pool, RING_HEAD], got))
+    return ids, head
+
+
+def _least_useful(
+    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, got: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The same by `CacheConfig.utility`; their entries in the ring turn stale."""
+    utility = config.utility or by_release
+    most, first, capacity = ids.shape[0], config.pool_offset[pool], config.capacity[pool]
+
+    def pick(_, ids):
+        rows = state.blocks[first : first + capacity]
+        offered = (rows[:, REF] == 0) & (rows[:, STAMP] > 0)
+        worth = jnp.where(offered, utility(config, state, pool), _MOST)
+        order = jnp.argsort(worth, stable=True)[:most].astype(jnp.int32)
+        nth = jnp.arange(order.shape[0], dtype=jnp.int32)
+        at = jnp.where(nth < count - got, got + nth, most)
+        return ids.at[at].set(first + order, mode="drop")
+
+    ids = jax.lax.fori_loop(0, (got < count).astype(jnp.int32), pick, ids)
+    return ids, state.pools[pool, RING_HEAD]
+
+
+def by_release(config: CacheConfig, state: CacheState, pool: int) -> jax.Array:
+    """The order of the ring as a utility: spare blocks, the last released first, then the others, the first released
+    first. i32[capacity]."""
+    first, capacity = config.pool_offset[pool], config.capacity[pool]
+    rows = state.blocks[first : first + capacity]
+    return jnp.where(rows[:, BITS] & SPARE > 0, -rows[:, STAMP], rows[:, STAMP])
 
 
 def unreferenced(state: CacheState, ids: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         max_active=rules.max_active,
         prefill_interval=rules.prefill_interval,
         steps_in_flight=rules.steps_in_flight,
-        watermark=rules.watermark,
+        watermark=float(rules.watermark),
         max_prefills=slots,
         max_drafts=drafts,
         slots_ahead=rules.slots_ahead,

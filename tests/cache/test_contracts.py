@@ -292,7 +292,7 @@ def test_running_requests_wait_again_and_a_reset_forgets_what_they_held():  # L6
     serving.state, done = transitions.reset(serving.config, serving.state)
     assert done and free(serving) == [40, 12]
     # The step in flight gives its tokens and files nothing.
-    serving.commit(plan)
+    serving.commit()
     assert [len(serving.live[slot][0]) for slot in slots] == [len(tokens) + 1 for tokens in known]
     admitted = len(serving.admissions)
     serving.run()
@@ -341,7 +341,7 @@ def test_limits_hold_while_others_run():
 
 def test_the_state_has_few_arrays_and_starts_clean():
     state = initial_state(config())
-    assert len(state) == 11
+    assert len(state) == 12
     Serving(config()).assert_sound()
 
 

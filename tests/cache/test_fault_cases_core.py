@@ -220,7 +220,7 @@ def test_keys_of_a_step_in_flight_are_told_by_its_commit_and_those_of_a_withdraw
     plan = core.plan()
     assert (index_size(core), told(core)) == (7, 0)
     core.execute(plan)
-    core.commit(plan)
+    core.commit()
     assert (index_size(core), told(core)) == (7, 7)
 
 

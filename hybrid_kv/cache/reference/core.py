@@ -27,7 +27,7 @@ class Core:
         self.rules = rules
         self.index = Index(rules.events)
         self.statistics = Statistics()
-        self.pools = [Pool(blocks, self.index) for blocks in rules.pool_blocks]
+        self.pools = [Pool(blocks, self.index, rules.utility) for blocks in rules.pool_blocks]
         self.prefixes = Prefixes()
         self.requests: dict[str, Request] = {}
         self.waiting: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hybrid_kv.cache.reference.events import Cleared, Event, Removed
 
@@ -88,11 +88,13 @@ class Index:
 
 
 class Pool:
-    """Free blocks: nameless ones are taken first, last freed first; then named ones, oldest first."""
+    """Free blocks: nameless ones are taken first, last freed first; then named ones, oldest first, or the one of the
+    least utility, the oldest of equals."""
 
-    def __init__(self, blocks: int, index: Index) -> None:
+    def __init__(self, blocks: int, index: Index, utility: Callable[[Block], float] | None = None) -> None:
         self.size = blocks
         self.index = index
+        self.utility = utility
         self.blocks = [Block(self, number) for number in range(blocks, 0, -1)]
         self.nameless = list(self.blocks)
         self.named: OrderedDict[Block, None] = OrderedDict()
@@ -107,7 +109,8 @@ class Pool:
         if self.nameless:
             block = self.nameless.pop()
         else:
-            block, _ = self.named.popitem(last=False)
+            block = self._order()[0]
+            del self.named[block]
             self.evicted += 1
             self.index.evict(block)
         block.holders, block.kept, block.reused, block.spare = 1, False, False, False
@@ -123,7 +126,13 @@ class Pool:
     def next(self, count: int) -> list[Block]:
         """The blocks that `count` takes would give."""
         nameless = self.nameless[::-1][:count]
-        return nameless + list(itertools.islice(self.named, count - len(nameless)))
+        return nameless + self._order(count - len(nameless))
+
+    def _order(self, count: int = 1) -> list[Block]:
+        """The first named blocks to be taken."""
+        if self.utility is None:
+            return list(itertools.islice(self.named, count))
+        return sorted(self.named, key=self.utility)[:count]
 
     def drop(self, block: Block) -> None:
         """One holder less. A block nobody holds waits behind all that were dropped before, unless its content has no

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, checkpoint_valid
+from hybrid_kv.cache.reference.pool import Block
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupKind, SystemGeometry
 
@@ -27,7 +29,8 @@ class Rules:
     a pool that an admission leaves free while others run. admit_whole: admit a request when all its known tokens find
     blocks, not just its first chunk. events: keep a record of what is filed and lost, see `Model.drain_events`;
     event_hits: report the blocks that a hit is served from as well. emission: states that the back end can save inside
-    a chunk; the one at its end it always can.
+    a chunk; the one at its end it always can. utility: what a named block that nobody holds is worth, so that the least
+    of them is taken first; None: the oldest.
     """
 
     geometry: SystemGeometry
@@ -56,6 +59,7 @@ class Rules:
     events: bool = False
     event_hits: bool = False
     emission: EmissionCapability = SEVERAL
+    utility: Callable[[Block], float] | None = None
 
     def __post_init__(self) -> None:
         if len(self.group_pool) != len(self.geometry.groups):
