@@ -165,7 +165,8 @@ def _same_statistics(serving: Serving) -> None:
     assert {reason.name: count for reason, count in seen.reasons.items()} == reasons
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# The plain one is served beside other orders of eviction, see test_utility.
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "plain"])
 def test_random_traffic_is_sound_and_leaves_nothing_behind(name):
     counts = sum((traffic(CONFIGS[name], seed) for seed in range(2)), collections.Counter())
     assert counts["hits"] and counts["evicted"] and counts["withdrawn"] and counts["aborted"]
