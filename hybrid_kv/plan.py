@@ -36,7 +36,7 @@ class StepPlan(NamedTuple):
     emit_slot  tuple i32[R, E]  per recurrent group: where
     admitted   bool[R]          first step of the request since it was (re)admitted
     hit, junction, reason i32[R]  outcome of the lookup at admission, `Reason`
-    counters   i32[53]          totals of the state, see `cache.state`
+    counters   i32[N]           totals of the state, see `cache.state`
     free       i32[P]           free blocks of every pool
     preemptions i32[slots]      preemptions of every request slot so far
     """

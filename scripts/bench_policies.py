@@ -12,7 +12,6 @@ end of the reference system's unlimited run (published with the traces); `--stat
 import argparse
 import collections
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def core_for(pages: int, states: int, live: int, longest: int) -> Core:
 
 def serve(core: Core, arrivals: list[Arrival], live: int) -> dict:
     """Serve all requests; what came of it."""
-    waiting, busy = collections.deque(range(len(arrivals))), {}
+    waiting, busy = list(range(len(arrivals))), set()
     given: collections.Counter[int] = collections.Counter()
     first: dict[int, int] = {}
     steps = prefilled = 0
@@ -54,7 +53,7 @@ def serve(core: Core, arrivals: list[Arrival], live: int) -> dict:
             if number is None:
                 break
             waiting.remove(number)
-            busy[number] = str(number)
+            busy.add(number)
             one = arrivals[number]
             core.arrive(str(number), one.prompt.tolist(), answer=max(len(one.answer), 1))
         step = core.schedule()
@@ -75,8 +74,7 @@ def serve(core: Core, arrivals: list[Arrival], live: int) -> dict:
                 else:
                     core.propose(str(number), min(left - 1, RUN - 1))
         core.commit(step, answers, ended)
-        for name in ended:
-            del busy[int(name)]
+        busy -= {int(name) for name in ended}
     prompts = sum(len(one.prompt) for one in arrivals)
     seen = core.statistics
     return {
@@ -90,7 +88,8 @@ def serve(core: Core, arrivals: list[Arrival], live: int) -> dict:
     }
 
 
-def main() -> int:
+def main() -> None:
+    """Print one line, or one JSON object, for each trace and pool."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
     parser.add_argument("--trace", nargs="+", default=["miniswe", "magagent", "synthetic", "conversation+", "cc"])
@@ -113,10 +112,8 @@ def main() -> int:
                 line["seconds"] = round(time.perf_counter() - began, 1)
                 print(json.dumps(line) if options.json else "  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 
 from hybrid_kv.cache.drafts import Draft
-from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, Tokens, Truth, checkpoint_valid
+from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, Tokens, Truth
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupGeometry, GroupKind, SystemGeometry
 
@@ -256,19 +256,12 @@ class CacheConfig:
     @property
     def saves_anywhere(self) -> bool:
         """Whether a row can save any number of states at any boundary."""
-        return self.emission.max_per_chunk >= self.max_context and self.emission.alignment == 1
+        return self.emission.everywhere(self.max_context)
 
     def can_save(self, start: Tokens, end: Tokens, boundary: Tokens) -> Truth:
         """Whether the back end can save a state inside a chunk [start, end)."""
-        emission = self.emission
-        if not emission.max_per_chunk:
-            return False
-        if emission.anchored:
-            return boundary % emission.alignment == 0
-        able: Truth = True
-        for group in self.geometry.recurrent:
-            able &= checkpoint_valid(start, end, boundary, self.unit, self.group(group).block, emission.alignment)
-        return able
+        blocks = [self.group(group).block for group in self.geometry.recurrent]
+        return self.emission.can_save(start, end, boundary, self.unit, blocks)
 
     @functools.cached_property
     def turn_slots(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 
@@ -21,6 +22,21 @@ class EmissionCapability:
     max_per_chunk: int
     alignment: int
     anchored: bool
+
+    def everywhere(self, longest: int) -> bool:
+        """Whether a row of up to `longest` tokens can save any number of states at any boundary."""
+        return self.max_per_chunk >= longest and self.alignment == 1
+
+    def can_save(self, start: Tokens, end: Tokens, boundary: Tokens, unit: int, blocks: Iterable[int]) -> Truth:
+        """Whether a state inside a chunk [start, end) can be saved. blocks: tokens that states of each group span."""
+        if not self.max_per_chunk:
+            return False
+        if self.anchored:
+            return boundary % self.alignment == 0
+        able: Truth = True
+        for block in blocks:
+            able &= checkpoint_valid(start, end, boundary, unit, block, self.alignment)
+        return able
 
 
 SEVERAL = EmissionCapability(max_per_chunk=1 << 30, alignment=1, anchored=True)

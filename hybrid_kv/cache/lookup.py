@@ -113,25 +113,20 @@ def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.A
 
 class Here(NamedTuple):
     """What is finished of a prefix. hit: tokens that would be served. reach: how far the append-only groups hold it.
-    tables: by group, i32[columns] its whole blocks (append-only groups; else empty)."""
+    tables: by append-only group, i32[columns] the blocks that do."""
 
     hit: jax.Array
     reach: jax.Array
-    tables: list[jax.Array]
+    tables: dict[int, jax.Array]
 
 
 def here(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.Array) -> Here:
     """What the cache holds of the first tokens of a request; reads only. keys: uint32[U, 4]. known: its tokens."""
     geometry, cap = config.geometry, _most_units(config, known)
     blocks, pending, _ = _found(config, state, keys, cap)
-    units, reach = _longest(config, jnp.where(pending, 0, blocks), cap)
-    tables = []
-    for group, geometry_of in enumerate(geometry.groups):
-        whole = jnp.zeros((0,), jnp.int32)
-        if geometry_of.kind.append_only:
-            by_column = _by_column(config, group, blocks[group])
-            whole = jnp.where(jnp.arange(len(by_column)) < reach // by_column.shape[1], by_column[:, -1], 0)
-        tables.append(whole)
+    blocks = jnp.where(pending, 0, blocks)
+    units, reach = _longest(config, blocks, cap)
+    tables = {group: _table(config, group, blocks[group], blocks[group], reach) for group in geometry.attention}
     return Here(units * config.unit, reach * config.unit if geometry.attention else jnp.int32(0), tables)
 
 

@@ -15,6 +15,9 @@ meant to be inlined in a jitted transition.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +75,7 @@ def take(
     top = state.pools[pool, STACK_TOP]
     from_stack = jnp.minimum(count, top)
     ids = jnp.where(lane < from_stack, state.stack[first + jnp.maximum(top - 1 - lane, 0)], 0)
-    order = _least_recent if config.utility is None else _least_useful
+    order = _least_recent if config.utility is None else functools.partial(_least_useful, config.utility)
     ids, head = order(config, state, pool, ids, from_stack, count)
     rows = read_first(lambda state: state.blocks[ids], state)
     evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
@@ -119,10 +122,10 @@ def _least_recent(
 
 
 def _least_useful(
-    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, got: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The same by `CacheConfig.utility`; their entries in the ring turn stale."""
-    utility = config.utility or by_release
+    utility: Callable[..., jax.Array], config: CacheConfig, state: CacheState, pool: int, ids: jax.Array,
+    got: jax.Array, count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The same by a utility; their entries in the ring turn stale."""
     most, first, capacity = ids.shape[0], config.pool_offset[pool], config.capacity[pool]
 
     def pick(_, ids):

@@ -53,8 +53,10 @@ def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
     def file_unit(state, row, position, unit):
         return _file_unit(config, state, row, position, unit, done[row, position], pending=False)
 
-    if log.is_kept(state) or config.steps_in_flight > 1:
-        state = _for_units(config, filed, done, functools.partial(_confirm_unit, config), state)
+    if config.steps_in_flight > 1:
+        state = _confirm_units(config, state, done)
+    if log.is_kept(state):
+        state = _for_units(config, filed, done, functools.partial(_tell_unit, config), state)
     state = _for_units(config, filed, done, file_unit, state)
     return state._replace(requests=state.requests.at[:, fields.published].set(done))
 
@@ -87,13 +89,15 @@ def file_rows(config: CacheConfig, state: CacheState, row: jax.Array, first: jax
     return _for_units(config, -(-first // config.unit)[None], done, file_unit, state)
 
 
-def announce_units(config: CacheConfig, state: CacheState, row: jax.Array, end: jax.Array) -> CacheState:
-    """File the units that a planned chunk up to `end` tokens will have written as pending, where nobody has them."""
+def announce_units(
+    config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array, end: jax.Array
+) -> CacheState:
+    """File the units that a planned chunk of tokens [start, end) completes as pending, where nobody has them."""
     fields, geometry = layout(config), config.geometry
     if not (config.prefix_caching and geometry.paged):
         return state
     request = state.requests[row][None]
-    filed = request[:, fields.published]
+    filed = jnp.maximum(nameable_units(config, request, start[None]), request[:, fields.published])
     done = jnp.maximum(nameable_units(config, request, end[None]), filed)
 
     def file_unit(state, _, position, unit):
@@ -151,17 +155,28 @@ def _file_unit(config: CacheConfig, state, row, position, unit, done, pending: b
     return state
 
 
-def _confirm_unit(config: CacheConfig, state: CacheState, row, position, unit) -> CacheState:
-    """A unit is pending no more, whatever a later step in flight names in its block. Tell of it if it was announced and
-    its block still has the key; nothing else is filed yet by this commit."""
+def _confirm_units(config: CacheConfig, state: CacheState, done: jax.Array) -> CacheState:
+    """Units before `done` (i32[R, paged]) are pending no more, also where a later step in flight names the next ones of
+    their block. Steps name units in order, so that is one block of each request and group."""
+    rows = jnp.arange(config.max_requests)
+    for position, group in enumerate(config.geometry.paged):
+        per_block = config.units_per_block(group)
+        column, inside = done[:, position] // per_block, done[:, position] % per_block
+        column = config.column_offset[position] + jnp.minimum(column, config.columns[position] - 1)
+        block = state.tables[rows, column]
+
+        def named_later(state, block=block):
+            return state.blocks[block, PENDING_STEP] > state.counters[DONE]
+
+        at = jnp.where((inside > 0) & (block > 0) & read_first(named_later, state), block, config.total_blocks)
+        state = state._replace(blocks=state.blocks.at[at, PENDING_FROM].set(inside, mode="drop"))
+    return state
+
+
+def _tell_unit(config: CacheConfig, state: CacheState, row, position, unit) -> CacheState:
+    """Tell of a unit that was announced, if its block still has the key; nothing else is filed yet by this commit."""
     group, _, first, per_block, lag = (constant[position] for constant in _constants(config))
     block = state.tables[row, first + unit // per_block]
-    if config.steps_in_flight > 1:
-        still = index.pending(state, block, unit % per_block)
-        at = jnp.where(still, block, config.total_blocks)
-        state = state._replace(blocks=state.blocks.at[at, PENDING_FROM].set(unit % per_block + 1, mode="drop"))
-    if not log.is_kept(state):
-        return state
     announced = read_first(lambda state: state.blocks[block, PLACES + unit % per_block] > 0, state)
     key = index.tag(state.keys[row, unit + lag], group)
     return log.stored(state, group, key, _parent(state, row, unit, lag, group), block, unit % per_block, announced)
@@ -315,7 +330,7 @@ def _file(
             better |= (found.block != block) & (covered >= held)
         # Names of several steps in flight: all are of the last of them, until a commit confirms some.
         flying = state.blocks[block, PENDING_STEP] > state.counters[DONE]
-        first = jnp.where(flying, jnp.minimum(state.blocks[block, PENDING_FROM], unit), unit)
+        first = jnp.where(flying, state.blocks[block, PENDING_FROM], unit)
         bits = state.blocks[block, BITS] | (state.blocks[found.block, BITS] & KEPT)
         return found, (block > 0) & (found.place >= 0) & better, first, bits
 

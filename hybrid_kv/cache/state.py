@@ -36,9 +36,10 @@ STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE, RESERVED = range(6)
 CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ = range(6)
 PLANNED, DONE, SHORT, LAST_PREFILL = range(6, 10)
 # TOLD: events of the log, it wraps. From ADMISSIONS on see `cache.statistics`. TOKENS: low words of four totals, then
-# their high words. REASONS: one for each `Reason`. LAST_STEP: what the last step has counted when it was planned.
-TOLD, SAVED_STATES, ADMISSIONS, RESUMES, TOKENS, REASONS, LAST_STEP = 10, 11, 12, 13, 14, 22, 32
-N_COUNTERS = LAST_STEP + 1 + LAST_STEP - ADMISSIONS
+# their high words. REASONS: one for each `Reason`. RECORDS: for each step in flight, in a ring like `cache.flights`, by
+# how much planning it has changed the counters BY_PLAN; what it has evicted and preempted stays so.
+TOLD, SAVED_STATES, ADMISSIONS, RESUMES, TOKENS, REASONS, RECORDS = 10, 11, 12, 13, 14, 22, 32
+BY_PLAN = (PLANNED, SHORT, LAST_PREFILL, SKIPPED_STATES, *range(ADMISSIONS, RECORDS))
 # Entries of `CacheState.policy`; the ladder follows.
 TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS = range(5)
 CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, LADDER = range(5, 10)
@@ -62,7 +63,7 @@ class CacheState(NamedTuple):
                            (block, stamp), entries whose stamp is not the block's are stale
     pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
                            of them that an admission leaves free while others run
-    counters i32[53]       clock and totals
+    counters i32[32 + 24K] clock and totals, and what each of K steps in flight has changed of them
     policy   i32[9 + L]    `Placement` and limits of the scheduler as data
     log      u32[E, 12]    ring of events, see `cache.log`; E is `CacheConfig.events`
     """
@@ -213,7 +214,7 @@ def initial_state(config: CacheConfig) -> CacheState:
         stack=stack,
         ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),
         pools=pools,
-        counters=jnp.zeros((N_COUNTERS,), jnp.int32),
+        counters=jnp.zeros((RECORDS + config.steps_in_flight * len(BY_PLAN),), jnp.int32),
         policy=jnp.asarray(policy_of(config, config.placement)),
         log=jnp.zeros((config.events, LOG_WORDS), jnp.uint32),
     )

@@ -1,7 +1,7 @@
 """What admissions were served, since the state was made: counted where a request is admitted, read on the host.
 
-Token totals are two words of the counters, so that a long run does not overflow them. What a step counts when it is
-planned is taken back when it is withdrawn, of several in flight for the last one.
+Token totals are two words of the counters, so that a long run does not overflow them. What a step has counted when it
+was planned is taken back when it is withdrawn.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hybrid_kv.cache import flights
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import (
     ADMISSIONS,
+    BY_PLAN,
     DONE,
     EVICTED,
-    LAST_STEP,
     OVERFLOWED,
     PLANNED,
     PREEMPTED,
     REASONS,
+    RECORDS,
     RESUMES,
     SAVED_STATES,
     SKIPPED_STATES,
@@ -33,8 +35,6 @@ from hybrid_kv.cache.state import (
 # Bits of the lower word of a token total.
 _LOW = 30
 _TOTALS = 4
-# Counters that a plan changes, and a withdrawal changes back. Evictions and preemptions have happened all the same.
-_BY_PLAN = np.array([SKIPPED_STATES, *range(ADMISSIONS, LAST_STEP)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +98,18 @@ def count_admission(
     return state._replace(counters=counters.at[which].add(jnp.stack([first, again, ok]).astype(jnp.int32)))
 
 
-def note_step(state: CacheState, before: jax.Array, planned: jax.Array) -> CacheState:
-    """Remember what planning a step has counted, if one was planned. before: the counters until then."""
-    counted = jnp.where(planned, state.counters[_BY_PLAN] - before[_BY_PLAN], state.counters[LAST_STEP:])
-    return state._replace(counters=state.counters.at[LAST_STEP:].set(counted))
+def note_step(config: CacheConfig, state: CacheState, before: jax.Array, planned: jax.Array) -> CacheState:
+    """Remember what planning a step has changed, if one was planned. before: the counters until then."""
+    first = RECORDS + flights.newest(config, state) * len(BY_PLAN)
+    names = np.array(BY_PLAN)
+    kept = jax.lax.dynamic_slice_in_dim(state.counters, first, len(BY_PLAN))
+    record = jnp.where(planned, state.counters[names] - before[names], kept)
+    return state._replace(counters=jax.lax.dynamic_update_slice_in_dim(state.counters, record, first, 0))
 
 
-def take_back(state: CacheState) -> CacheState:
-    """Undo what the step planned last has counted, if it is in flight. What one before it has is not remembered."""
-    counted = jnp.where(state.counters[PLANNED] > state.counters[DONE], state.counters[LAST_STEP:], 0)
-    return state._replace(counters=state.counters.at[_BY_PLAN].add(-counted).at[LAST_STEP:].set(0))
+def take_back(config: CacheConfig, state: CacheState) -> CacheState:
+    """Undo what planning the last step has changed, if it is in flight; then it is planned no more."""
+    first = RECORDS + flights.newest(config, state) * len(BY_PLAN)
+    record = jax.lax.dynamic_slice_in_dim(state.counters, first, len(BY_PLAN))
+    changed = jnp.where(state.counters[PLANNED] > state.counters[DONE], record, 0)
+    return state._replace(counters=state.counters.at[np.array(BY_PLAN)].add(-changed))

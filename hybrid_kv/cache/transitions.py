@@ -28,7 +28,6 @@ from hybrid_kv.cache.state import (
     BROUGHT,
     DONE,
     FREE,
-    LAST_PREFILL,
     LOADING,
     NEXT_SEQ,
     NOTHING,
@@ -146,7 +145,8 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     """Forget the step planned last: nothing it would have written is ever published.
 
     Requests that ran before keep the blocks they were given; those admitted by this step wait again, since they may
-    share content that it would have written. Cadence of prefills starts anew.
+    share content that it would have written. Preemptions and evictions that it made stay. A plan without rows is none:
+    do not withdraw it, or the step before goes.
     """
     fields = layout(config)
     state = pool.compact(config, state)
@@ -165,10 +165,7 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     # Also what the step promised to requests that were preempted since: those tokens will not come.
     requests = flights.cleared(config, state.requests, place)
     state = state._replace(requests=jnp.where(flying, requests, state.requests))
-    state = take_back(_for_rows(config, admitted, _wait_again, state))
-    last = state.counters[LAST_PREFILL]
-    values = jnp.stack([planned - flying.astype(jnp.int32), jnp.where(flying & (last == planned), 0, last)])
-    return state._replace(counters=state.counters.at[jnp.array([PLANNED, LAST_PREFILL])].set(values))
+    return take_back(config, _for_rows(config, admitted, _wait_again, state))
 
 
 def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState:
@@ -352,14 +349,8 @@ def drop_load(
 
 def give_up_loads(config: CacheConfig, state: CacheState, ok: jax.Array) -> CacheState:
     """Hold what was brought for those who wait no longer, if `ok`; it stays to be found while it lasts."""
-    fields = layout(config)
-
-    def give_up(config, state, row):
-        state = drop_load(config, state, row, state.tables[row], state.requests[row, fields.read])
-        requests = state.requests.at[row, fields.read].set(0)
-        return state._replace(requests=requests, tables=state.tables.at[row].set(0))
-
-    return _for_rows(config, ok & (state.requests[:, fields.LOAD] == BROUGHT), give_up, state)
+    brought = state.requests[:, layout(config).LOAD] == BROUGHT
+    return _for_rows(config, ok & brought, _wait_again, state)
 
 
 def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Array]]) -> CacheState:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from hybrid_kv import hashing
 from hybrid_kv.cache.lookup import SALTED, SKIP_READ
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import EVICTED, N_COUNTERS, PREEMPTED, SKIPPED_STATES
+from hybrid_kv.cache.state import EVICTED, PREEMPTED, RECORDS, SKIPPED_STATES
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load, load_config
 from hybrid_kv.models.config import KimiLinearConfig
@@ -85,7 +85,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._next_id = 0
         self._steps = self._prefilled = self._saved = self._checkpoints = 0
-        self._counters = np.zeros(N_COUNTERS, np.int64)
+        self._counters = np.zeros(RECORDS, np.int64)
         self._compiled_late = 0
         self._warm = False
         self._in_flight: tuple[StepPlan, Any, Any] | None = None
@@ -264,7 +264,7 @@ class Engine:
         for slot in ended:
             self._slots[slot] = None
         self._steps += 1
-        self._counters[:] = plan.counters
+        self._counters[:] = plan.counters[:RECORDS]
         return outputs
 
     def _record(self, plan: StepPlan, row: int, request: Request, preemptions: int) -> None:

@@ -103,7 +103,7 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     state = state._replace(requests=state.requests.at[at].set(request, mode="drop"))
     state = _emit(config, state, row, start, end, done)
     # A row that was not planned announces nothing.
-    return Chunk(announce_units(config, state, row, jnp.where(done, end, 0)), done, waits)
+    return Chunk(announce_units(config, state, row, start, jnp.where(done, end, 0)), done, waits)
 
 
 def _end(

@@ -75,13 +75,13 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     rows = flights.at(config, state.requests, flights.newest(config, state))
     nothing = full | (rows.scheduled == 0).all()
     counters = state.counters
-    planned = counters[PLANNED] - (nothing & ~full).astype(jnp.int32)
+    planned = start[PLANNED] + (~nothing).astype(jnp.int32)
     short = jnp.where(full, counters[SHORT], (loop.short | (counters[PREEMPTED] > before)).astype(jnp.int32))
     chunks = ~nothing & (rows.scheduled - rows.verifying > 1).any()
     last = jnp.where(chunks, planned, counters[LAST_PREFILL])
     names = jnp.array([PLANNED, SHORT, LAST_PREFILL])
     state = state._replace(counters=counters.at[names].set(jnp.stack([planned, short, last])))
-    state = note_step(state, start, ~nothing)
+    state = note_step(config, state, start, ~nothing)
     # Where nothing runs and nothing fits, what was brought for those who wait makes room.
     return give_up_loads(config, state, planned == done) if config.loads else state
 

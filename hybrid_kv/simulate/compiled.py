@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from hybrid_kv import hashing
-from hybrid_kv.cache import events, flights, lookup, transitions
+from hybrid_kv.cache import flights, lookup, transitions
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import Hit
@@ -24,21 +24,19 @@ from hybrid_kv.errors import UserError
 from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.step import schedule
 
-# Rules that the compiled core does not have, with the value that asks for nothing.
-_MODEL_ONLY: dict[str, Any] = {"event_hits": False}
-# Entries of the event log: many times what one step of a scenario tells.
-_LOG = 1 << 14
+# Rules that this adapter does not pass on, with the value that asks for nothing.
+_MODEL_ONLY: dict[str, Any] = {"events": False, "utility": None}
 
 
 def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheConfig:
     """The compiled core's configuration for the model's rules.
 
     slots: requests held at once. max_context: tokens of the longest request. drafts: most tokens verified at once.
-    Raises UserError for rules that only the model has.
+    Raises UserError for rules that it does not pass on.
     """
     for field, neutral in _MODEL_ONLY.items():
         if getattr(rules, field) != neutral:
-            raise UserError(field, getattr(rules, field), f"the compiled core does not have this: use {neutral}")
+            raise UserError(field, getattr(rules, field), f"this adapter does not pass it on: use {neutral}")
     return CacheConfig(
         geometry=rules.geometry,
         pool_blocks=tuple(blocks + 1 for blocks in rules.pool_blocks),
@@ -62,7 +60,6 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         emission=rules.emission,
         placement=Placement(rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention),
         prefix_caching=rules.caching,
-        events=_LOG if rules.events else 0,
     )
 
 
@@ -126,7 +123,6 @@ class Core:
         self._jit |= {"rows": compiled(_rows, config, consumes=False)}
         self._slots: list[Request | None] = [None] * config.max_requests
         self._outside: list[Request] = []
-        self._heard = 0
         self._seen = self._host()
 
     def arrive(
@@ -230,11 +226,6 @@ class Core:
         self._state, done = self._jit["reset"](self._state)
         self._seen = self._host()
         return bool(done)
-
-    def drain_events(self) -> list[events.Event]:
-        """What was filed and lost since the last call; if that is too long ago, everything that is filed now."""
-        told, self._heard, lost = events.drain(self.config, self._state, self._heard)
-        return [events.Cleared(), *events.snapshot(self.config, self._state)] if lost else told
 
     @property
     def statistics(self) -> Statistics:

@@ -118,7 +118,7 @@ class _Content:
             self._blocks[name] = np.concatenate([tokens, self.fresh(length)])[:length]
 
     def fresh(self, length: int) -> np.ndarray:
-        return self._rng.integers(1, _VOCABULARY, max(length, 1), dtype=np.int32)[: max(length, 0)]
+        return self._rng.integers(1, _VOCABULARY, length, dtype=np.int32)
 
 
 def _rows(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:

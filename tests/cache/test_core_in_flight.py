@@ -1,15 +1,20 @@
 """Two steps in flight, and loads beside them, on the compiled core; decisive numbers name their case."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import BROUGHT, FREE, FREE_BLOCKS, RUNNING, WAITING, layout
+from hybrid_kv.cache.state import BROUGHT, FREE, FREE_BLOCKS, LAST_PREFILL, RUNNING, WAITING, layout
+from hybrid_kv.cache.statistics import statistics
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
 
 GEOMETRY = resolve([GroupSpec("mla", "mla", 4), GroupSpec("kda", "recurrent", 4)], hash_unit=4)
+# Rows alone, two units a block.
+COARSE = resolve([GroupSpec("mla", "mla", 8)], hash_unit=4)
 
 
 def serving(blocks=(21, 21)) -> Serving:
@@ -339,3 +344,35 @@ def test_what_was_loaded_and_not_yet_read_is_forgotten_by_a_reset_that_preempts_
     core.run()
     settle(core)
     assert {one: length for one, length, _, _ in core.admissions}[slot] == 16
+
+
+def test_steps_withdrawn_one_after_the_other_leave_no_count_behind():
+    core = serving()
+    core.add(range(7), 6)
+    plan(core)
+    core.commit()
+    before = statistics(core.config, core.state), int(core.state.counters[LAST_PREFILL])
+    core.add(range(40, 60), 3)
+    core.plan()
+    core.add(range(60, 80), 3)
+    core.plan()
+    assert statistics(core.config, core.state).admissions == 3
+    core.withdraw(), core.withdraw()
+    assert (statistics(core.config, core.state), int(core.state.counters[LAST_PREFILL])) == before
+    core.run()
+    settle(core)
+
+
+def test_the_next_chunk_of_a_block_leaves_what_is_committed_of_it_to_be_copied_from():
+    """Two chunks in flight share a block: after the commit of the first, its unit is found, the other's is not."""
+    core = Serving(
+        dataclasses.replace(serving().config, geometry=COARSE, pool_blocks=(21,), group_pool=(0,), token_budget=12)
+    )
+    core.add(range(24), 2)
+    plan(core), plan(core)
+    core.commit()
+    core.add([*range(12), 99])
+    core.step()
+    core.run()
+    assert core.hits == [0, 12]
+    settle(core)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from hybrid_kv.cache.drafts import Draft
-from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, checkpoint_valid
+from hybrid_kv.cache.emission import SEVERAL, EmissionCapability
 from hybrid_kv.cache.reference.pool import Block
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupKind, SystemGeometry
@@ -131,19 +131,12 @@ class Rules:
     @property
     def saves_anywhere(self) -> bool:
         """Whether a row can save any number of states at any boundary."""
-        return self.emission.max_per_chunk >= self.max_context and self.emission.alignment == 1
+        return self.emission.everywhere(self.max_context)
 
     def can_save(self, start: int, end: int, boundary: int) -> bool:
         """Whether the back end can save a state inside a chunk [start, end)."""
-        emission, unit = self.emission, self.unit
-        if self.saves_anywhere:
-            return True
-        if emission.anchored:
-            return emission.max_per_chunk > 0 and boundary % emission.alignment == 0
         blocks = [self.geometry.groups[group].block for group in self.geometry.recurrent]
-        return emission.max_per_chunk > 0 and all(
-            checkpoint_valid(start, end, boundary, unit, block, emission.alignment) for block in blocks
-        )
+        return bool(self.emission.can_save(start, end, boundary, self.unit, blocks))
 
     def resume_points(self, prompt: int, known: int) -> set[int]:
         """Boundaries where a later request with this prompt, or with a longer one, may resume.
