@@ -78,13 +78,13 @@ def spell_out(config: CacheConfig, state: CacheState, fresh: jax.Array) -> StepP
     place = flights.newest(config, state)
     scheduled = jnp.where(fresh, flights.at(config, state.requests, place).scheduled, 0)
     group = jnp.where(scheduled == 0, 2, (scheduled > 1).astype(jnp.int32))
-    slot = jnp.lexsort((state.requests[:, fields.SEQ], group)).astype(jnp.int32)
-    requests = state.requests[slot]
+    slot = jnp.lexsort((state.requests[fields.SEQ], group)).astype(jnp.int32)
+    requests = state.requests[:, slot]
     flight, length = flights.at(config, requests, place), scheduled[slot]
     live = length > 0
     start = flights.planned(config, requests) - flight.scheduled
-    slack = flights.every(config, requests).verifying.sum(-1) - flight.verifying
-    admitted = live & (requests[:, fields.ADMITTED] == state.counters[PLANNED])
+    slack = flights.every(config, requests).verifying.sum(0) - flight.verifying
+    admitted = live & (requests[fields.ADMITTED] == state.counters[PLANNED])
 
     def local(ids: jax.Array, group: int) -> jax.Array:
         return jnp.where((ids > 0) & live.reshape((-1,) + (1,) * (ids.ndim - 1)), ids - config.offset(group), 0)
@@ -93,8 +93,8 @@ def spell_out(config: CacheConfig, state: CacheState, fresh: jax.Array) -> StepP
     for position, index in enumerate(geometry.paged):
         first = config.column_offset[position]
         table = local(state.tables[slot, first : first + config.columns[position]], index)
-        source = local(jnp.where(admitted, requests[:, fields.copy_source][:, position], 0), index)
-        column = requests[:, fields.HIT] // config.group(index).block
+        source = local(jnp.where(admitted, requests[fields.copy_source][position], 0), index)
+        column = requests[fields.HIT] // config.group(index).block
         target = jnp.take_along_axis(table, jnp.minimum(column, table.shape[1] - 1)[:, None], 1)[:, 0]
         tables.append(table)
         copies.append(jnp.stack([source, jnp.where(source > 0, target, 0)], -1))
@@ -103,16 +103,16 @@ def spell_out(config: CacheConfig, state: CacheState, fresh: jax.Array) -> StepP
     turn = turn_boundaries(config, flight.emit_turn)
     turn = jnp.where(turn > (start - slack)[:, None], turn, 0)
     which = turn // geometry.hit_unit % fields.turns
-    turn_slots = requests[:, fields.turn_slot].reshape(config.max_requests, fields.turns, fields.recurrent)
+    turn_slots = requests[fields.turn_slot].reshape(fields.turns, fields.recurrent, config.max_requests)
     for position, index in enumerate(geometry.recurrent):
-        running = requests[:, fields.running][:, position]
-        hit_state = jnp.where(admitted, requests[:, fields.read][:, position], 0)
+        running = requests[fields.running][position]
+        hit_state = jnp.where(admitted, requests[fields.read][position], 0)
         own = jnp.where(start > 0, running, 0)
         read.append(local(jnp.where(hit_state > 0, hit_state, own), index))
         write.append(local(running, index))
-        turn_slot = jnp.where(turn > 0, jnp.take_along_axis(turn_slots[:, :, position], which, 1), 0)
-        emit_slots.append(local(jnp.concatenate([flight.slots[:, :, position], turn_slot], 1), index))
-    positions = jnp.concatenate([flight.positions, turn], 1)
+        turn_slot = jnp.where(turn > 0, jnp.take_along_axis(turn_slots[:, position].T, which, 1), 0)
+        emit_slots.append(local(jnp.concatenate([flight.slots[:, position].T, turn_slot], 1), index))
+    positions = jnp.concatenate([flight.positions.T, turn], 1)
     return StepPlan(
         rows=live.sum(dtype=jnp.int32),
         decodes=(length == 1).sum(dtype=jnp.int32),
@@ -130,10 +130,10 @@ def spell_out(config: CacheConfig, state: CacheState, fresh: jax.Array) -> StepP
         emit_position=jnp.where(live[:, None], positions, 0),
         emit_slot=tuple(emit_slots),
         admitted=admitted,
-        hit=requests[:, fields.HIT],
-        junction=requests[:, fields.JUNCTION],
-        reason=requests[:, fields.REASON],
+        hit=requests[fields.HIT],
+        junction=requests[fields.JUNCTION],
+        reason=requests[fields.REASON],
         counters=state.counters,
         free=state.pools[:, FREE_BLOCKS],
-        preemptions=state.requests[:, fields.PREEMPTIONS],
+        preemptions=state.requests[fields.PREEMPTIONS],
     )

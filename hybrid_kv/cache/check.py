@@ -13,7 +13,7 @@ from hybrid_kv.cache.state import (
     FREE,
     FREE_BLOCKS,
     LOADING,
-    OWNER,
+    OWNERS,
     PENDING_STEP,
     PLACES,
     REF,
@@ -38,7 +38,7 @@ def check(config: CacheConfig, state: CacheState) -> list[str]:
 def _references(config: CacheConfig, state: CacheState) -> list[str]:
     fields, requests = layout(config), state.requests
     held = [state.tables.ravel()]
-    held += [requests[:, part].ravel() for part in (fields.copy_source, fields.running, fields.read, fields.turn_slot)]
+    held += [requests[part].ravel() for part in (fields.copy_source, fields.running, fields.read, fields.turn_slot)]
     saved = _flights(config, state).slots.ravel()
     held.append(saved)
     ids = np.concatenate(held)
@@ -48,7 +48,7 @@ def _references(config: CacheConfig, state: CacheState) -> list[str]:
     problems = [f"block {b}: {state.blocks[b, REF]} references, {counted[b]} holders" for b in wrong]
     keyed = (state.blocks[:, PLACES:] > 0).any(1)
     problems += [f"null block {b} is referenced or keyed" for b in nulls if counted[b] or keyed[b]]
-    written = np.concatenate([saved, requests[:, fields.running].ravel(), requests[:, fields.turn_slot].ravel()])
+    written = np.concatenate([saved, requests[fields.running].ravel(), requests[fields.turn_slot].ravel()])
     states, writers = np.unique(written[written > 0], return_counts=True)
     problems += [f"state {b} has two writers" for b in states[writers > 1]]
     problems += [f"state {b} is written while it has a key" for b in states[keyed[states] & _settled(state, states)]]
@@ -89,28 +89,35 @@ def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
 
 
 def _index(config: CacheConfig, state: CacheState) -> list[str]:
-    filed = np.flatnonzero(state.entries[:, OWNER])
-    owner = state.entries[filed, OWNER].astype(np.int64)
+    groups = len(config.geometry.groups)
+    owners = np.asarray(state.entries)[:, OWNERS:].astype(np.int64)
+    filed = np.flatnonzero(owners)
+    used = np.flatnonzero(owners.any(1))
     block, unit = np.nonzero(state.blocks[:, PLACES:])
-    places = state.blocks[block, PLACES + unit] - 1
+    cells = state.blocks[block, PLACES + unit] - 1
     problems = []
-    if not np.array_equal(np.sort(places), filed):
-        problems.append(f"index: {len(filed)} keys are filed, blocks remember {len(places)}")
-    elif not np.array_equal(state.entries[places, OWNER].astype(np.int64), block):
+    if not np.array_equal(np.sort(cells), filed):
+        problems.append(f"index: {len(filed)} keys are filed, blocks remember {len(cells)}")
+    elif not np.array_equal(owners.ravel()[cells], block):
         problems.append("index: a key points to a block that does not remember it")
-    if len(np.unique(state.entries[filed, :KEY_WORDS], axis=0)) != len(filed):
+    pools = np.searchsorted(np.array(config.pool_offset), owners.ravel()[filed], "right") - 1
+    if (pools != np.array(config.group_pool)[filed % groups]).any() or (owners >= config.total_blocks).any():
+        problems.append("index: a key points outside the pool of its group")
+    if not np.array_equal(np.flatnonzero(state.tags), used):
+        problems.append("index: a place is marked as empty and is not, or the reverse")
+    elif (np.maximum(state.entries[used, 2], 1) != state.tags[used]).any():
+        problems.append("index: a place is marked with another key than it holds")
+    if len(np.unique(state.entries[used, :KEY_WORDS], axis=0)) != len(used):
         problems.append("index: a key is filed twice")
-    if (owner >= config.total_blocks).any():
-        problems.append("index: a key points outside the pools")
     return problems
 
 
 def _requests(config: CacheConfig, state: CacheState) -> list[str]:
     fields, rows, problems = layout(config), _flights(config, state), []
-    for slot in np.flatnonzero(state.requests[:, fields.STATUS] != FREE):
-        row = state.requests[slot]
+    for slot in np.flatnonzero(state.requests[fields.STATUS] != FREE):
+        row = state.requests[:, slot]
         known, computed = int(row[fields.KNOWN]), int(row[fields.COMPUTED])
-        scheduled, promised = int(rows.scheduled[slot].sum()), int(rows.promised[slot].sum())
+        scheduled, promised = int(rows.scheduled[:, slot].sum()), int(rows.promised[:, slot].sum())
         if not (0 <= computed + scheduled <= known + promised and known <= config.max_context):
             problems.append(f"request {slot}: computed {computed} + {scheduled}, known {known} + {promised}")
         if row[fields.HIT] > max(known - 1, 0) or row[fields.HIT] % config.geometry.hit_unit:
@@ -131,6 +138,6 @@ def _requests(config: CacheConfig, state: CacheState) -> list[str]:
                 problems.append(f"request {slot}: {used} columns of {config.group(group).name} are too few")
             if not loads and ((table[left:used] == 0).any() or table[:left].any() or table[used:].any()):
                 problems.append(f"request {slot}: table of {config.group(group).name} does not match its length")
-    if (rows.scheduled.sum(0) > config.token_budget).any():
+    if (rows.scheduled.sum(1) > config.token_budget).any():
         problems.append("more tokens are scheduled than a step may have")
     return problems

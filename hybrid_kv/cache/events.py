@@ -18,7 +18,7 @@ import numpy as np
 
 from hybrid_kv.cache import index, log
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import GROUP, PLACES, TOLD, CacheState
+from hybrid_kv.cache.state import PLACES, TOLD, CacheState
 from hybrid_kv.errors import UserError
 from hybrid_kv.hashing import KEY_WORDS
 
@@ -70,8 +70,7 @@ def drain(config: CacheConfig, state: CacheState, seen: int) -> Drained:
     if fresh > config.events:
         return Drained([], total % (1 << 32), True)
     rows = np.asarray(state.log)[(seen + np.arange(fresh)) % config.events]
-    groups = rows[:, log.OF]
-    keys, parents = (_plain(rows[:, first : first + KEY_WORDS], groups) for first in (log.KEY, log.PARENT))
+    keys, parents = (rows[:, first : first + KEY_WORDS].astype("<u4") for first in (log.KEY, log.PARENT))
     known = (rows[:, log.PARENT :] > 0).sum(1).tolist()
     events = [
         _event(config, row, key.tobytes(), parent.tobytes() if some else None)
@@ -87,9 +86,8 @@ def snapshot(config: CacheConfig, state: CacheState) -> list[Stored]:
     units = jnp.arange(names.shape[1])
     pending = np.asarray(index.pending(state, jnp.arange(names.shape[0])[:, None], units))
     block, unit = np.nonzero((names > 0) & ~pending)
-    entries = np.asarray(state.entries)[names[block, unit] - 1]
-    groups = entries[:, GROUP]
-    keys = _plain(entries[:, :KEY_WORDS], groups)
+    places, groups = np.divmod(names[block, unit] - 1, index.groups_of(state))
+    keys = np.asarray(state.entries)[places, :KEY_WORDS].astype("<u4")
     found = zip(groups.tolist(), keys, block.tolist(), unit.tolist(), strict=True)
     return [Stored(group, key.tobytes(), at - config.offset(group), nth, None) for group, key, at, nth in found]
 
@@ -97,13 +95,6 @@ def snapshot(config: CacheConfig, state: CacheState) -> list[Stored]:
 def _check(config: CacheConfig) -> None:
     if not config.events:
         raise UserError("events", 0, "this configuration keeps no log: give it a number of entries")
-
-
-def _plain(keys: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Keys without the mark of their group, u32[n, 4]."""
-    plain = keys.astype("<u4")
-    plain[:, KEY_WORDS - 1] ^= index.mark_of(groups)
-    return plain
 
 
 def _event(config: CacheConfig, row: list[int], key: bytes, parent: bytes | None) -> Event:

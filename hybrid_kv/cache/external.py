@@ -20,6 +20,7 @@ from hybrid_kv.cache import flights, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import LOADS_FAILED, SKIP_READ, Here, here, longest_hit, window_start
 from hybrid_kv.cache.publish import file_rows, publish_state
+from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.state import (
     ABANDONED,
     BROUGHT,
@@ -55,11 +56,11 @@ class Load(NamedTuple):
 def undecided(config: CacheConfig, state: CacheState, slot: jax.Array, yes: jax.Array) -> CacheState:
     """Say whether a store has yet to answer for a waiting request: it is not admitted meanwhile, others are."""
     fields = layout(config)
-    request = state.requests[slot]
+    request = state.requests[:, slot]
     free = (request[fields.STATUS] == WAITING) & (request[fields.LOAD] <= UNDECIDED)
     phase = jnp.where(yes, UNDECIDED, NOTHING)
     at = jnp.where(free, slot, config.max_requests)
-    return state._replace(requests=state.requests.at[at, fields.LOAD].set(phase, mode="drop"))
+    return state._replace(requests=state.requests.at[fields.LOAD, at].set(phase, mode="drop"))
 
 
 def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax.Array) -> tuple[CacheState, Load]:
@@ -71,7 +72,7 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
     """
     fields, geometry = layout(config), config.geometry
     state = pool.compact(config, state)
-    request = state.requests[slot]
+    request = state.requests[:, slot]
     known = request[fields.KNOWN]
     local = here(config, state, state.keys[slot], known)
     fine = (tokens % geometry.hit_unit == 0) & (tokens > local.hit) & (tokens <= longest_hit(config, known))
@@ -95,7 +96,7 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
         count, most = write.sum(dtype=jnp.int32), write.shape[0]
         state, ids = pool.take(config, state, config.group_pool[index], count, most)
         kept.append(part.kept)
-        written.append(jnp.where(write, ids[jnp.maximum(jnp.cumsum(write.astype(jnp.int32)) - 1, 0)], 0))
+        written.append(jnp.where(write, ids[ranks(write)], 0))
     states = jnp.zeros((len(geometry.recurrent),), jnp.int32)
     for position, index in enumerate(geometry.recurrent):
         state, ids = pool.take(config, state, config.group_pool[index], ok.astype(jnp.int32), 1)
@@ -106,7 +107,7 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
     request = request.at[jnp.array([fields.LOAD, fields.LOADED])].set(jnp.stack([jnp.int32(LOADING), tokens]))
     at = jnp.where(ok, slot, config.max_requests)
     state = state._replace(
-        requests=state.requests.at[at].set(request, mode="drop"), tables=state.tables.at[at].set(held, mode="drop")
+        requests=state.requests.at[:, at].set(request, mode="drop"), tables=state.tables.at[at].set(held, mode="drop")
     )
     by_group = dict(zip(geometry.paged, (part.first for part in parts), strict=True))
     first = [by_group.get(index, tokens) for index in range(len(geometry.groups))]
@@ -151,13 +152,13 @@ def _part(config: CacheConfig, index: int, local: Here, known: jax.Array, tokens
 def _reserved(config: CacheConfig, state: CacheState) -> jax.Array:
     """Blocks that prefills under way, loading ones included, still need: i32[pools]."""
     fields, requests = layout(config), state.requests
-    loads = (requests[:, fields.LOAD] == LOADING) | (requests[:, fields.LOAD] == BROUGHT)
-    live = loads | (requests[:, fields.STATUS] == RUNNING)
+    loads = (requests[fields.LOAD] == LOADING) | (requests[fields.LOAD] == BROUGHT)
+    live = loads | (requests[fields.STATUS] == RUNNING)
     end = jnp.minimum(flights.expected(config, requests) + config.slots_ahead, config.max_context)
     total = jnp.zeros((len(config.pool_blocks),), jnp.int32)
     for position, index in enumerate(config.geometry.paged):
         block = config.group(index).block
-        held = jnp.where(loads, -(-requests[:, fields.LOADED] // block), requests[:, fields.columns][:, position])
+        held = jnp.where(loads, -(-requests[fields.LOADED] // block), requests[fields.columns][position])
         more = jnp.maximum(-(-end // block) - held, 0)
         if config.group(index).kind.windowed:
             more = jnp.minimum(more, config.window_columns(index))
@@ -175,7 +176,7 @@ def loaded(config: CacheConfig, state: CacheState, slot: jax.Array, good: jax.Ar
     """
     fields, geometry = layout(config), config.geometry
     state = pool.compact(config, state)
-    request = state.requests[slot]
+    request = state.requests[:, slot]
     under_way = (request[fields.LOAD] == LOADING) | (request[fields.LOAD] == ABANDONED)
     length = jnp.where(under_way, request[fields.LOADED], 0)
     good = jnp.minimum(jnp.asarray(good, jnp.int32), length)
@@ -186,12 +187,12 @@ def loaded(config: CacheConfig, state: CacheState, slot: jax.Array, good: jax.Ar
     whole = jnp.ones((), bool)
     for index in geometry.recurrent:
         whole &= good[index] >= length
-    state = publish_state(config, state, slot, jnp.where(whole, length, 0), states, jnp.zeros((), bool))
+    state = publish_state(config, state, slot, jnp.where(whole, length, 0), states)
     failed = under_way & (good < length).any()
-    flags = state.requests[slot, fields.FLAGS] | jnp.where(failed, LOADS_FAILED, 0)
+    flags = state.requests[fields.FLAGS, slot] | jnp.where(failed, LOADS_FAILED, 0)
     phase = jnp.where(under_way & (request[fields.LOAD] == LOADING), BROUGHT, request[fields.LOAD])
     columns = jnp.array([fields.LOAD, fields.FLAGS])
-    state = state._replace(requests=state.requests.at[slot, columns].set(jnp.stack([phase, flags])))
+    state = state._replace(requests=state.requests.at[columns, slot].set(jnp.stack([phase, flags])))
     gone = (under_way & (request[fields.LOAD] == ABANDONED)).astype(jnp.int32)
     return jax.lax.fori_loop(0, gone, lambda _, state: release(config, state, slot), state)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache.state import GROUP, OWNER, TOLD, CacheState
+from hybrid_kv.cache.ranks import ranks
+from hybrid_kv.cache.state import TOLD, CacheState
 from hybrid_kv.hashing import KEY_WORDS
 
 STORED, REMOVED, CLEARED = 1, 2, 3
-# Columns of `CacheState.log`; key and parent as they are filed, tagged with their group. No parent: zeros.
+# Columns of `CacheState.log`. No parent: zeros.
 KIND, OF, BLOCK, UNIT, KEY, PARENT = 0, 1, 2, 3, 4, 4 + KEY_WORDS
 
 
@@ -30,18 +31,18 @@ def stored(
     state: CacheState, group: jax.Array | int, key: jax.Array, parent: jax.Array, block: jax.Array, unit: jax.Array,
     ok: jax.Array,
 ) -> CacheState:  # fmt: skip
-    """Blocks are found under tagged keys from now on, the unit-th of each, if `ok`.
+    """Blocks are found under keys from now on, the unit-th of each, if `ok`.
 
     key, parent: u32[..., 4]; block, unit, ok: [...].
     """
     return _append(state, STORED, group, block, unit, key, parent, ok)
 
 
-def removed(state: CacheState, entries: jax.Array, unit: jax.Array, ok: jax.Array) -> CacheState:
-    """Index entries u32[..., 7] are lost, each the unit-th key of its block, if `ok`. unit, ok: [...]."""
-    none = jnp.zeros((KEY_WORDS,), jnp.uint32)
-    key, block = entries[..., :KEY_WORDS], entries[..., OWNER]
-    return _append(state, REMOVED, entries[..., GROUP], block, unit, key, none, ok)
+def removed(
+    state: CacheState, group: jax.Array, key: jax.Array, block: jax.Array, unit: jax.Array, ok: jax.Array
+) -> CacheState:
+    """Blocks are found under keys no more, the unit-th of each, if `ok`. key: u32[..., 4]; the others [...]."""
+    return _append(state, REMOVED, group, block, unit, key, jnp.zeros((KEY_WORDS,), jnp.uint32), ok)
 
 
 def cleared(state: CacheState) -> CacheState:
@@ -60,7 +61,7 @@ def _append(state: CacheState, kind: int, group, block, unit, key, parent, ok: j
         head = [spread(kind), spread(group), spread(block), spread(unit)]
         rows = jnp.concatenate([*head, spread(key, KEY_WORDS), spread(parent, KEY_WORDS)], -1)
         # The number of entries is a power of two, so the ring goes on where the counter wraps.
-        at = (told + jnp.cumsum(new.astype(jnp.int32)) - 1) & (log.shape[0] - 1)
+        at = (told + ranks(new)) & (log.shape[0] - 1)
         log = log.at[jnp.where(new, at, log.shape[0])].set(rows, mode="drop")
         return log, told + new.sum(dtype=jnp.int32)
 

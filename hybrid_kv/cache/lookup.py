@@ -19,10 +19,13 @@ import jax.numpy as jnp
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import JUNCTIONS, CacheState
 from hybrid_kv.geometry import GroupGeometry, GroupKind
 
+# Units that are searched for at once.
+_SEARCHED = 1024
 # Flags of a request: it does not read the cache; its keys are salted; a load for it has failed.
 SKIP_READ, SALTED, LOADS_FAILED = 1, 2, 4
 
@@ -146,14 +149,35 @@ def _found(
     """Block of every unit before `cap` by group (0: none), whether a step in flight writes it, and where requests part
     behind it: i32[groups, U], bool[groups, U], bool[U]."""
     geometry, lane = config.geometry, jnp.arange(config.units, dtype=jnp.int32)
-    blocks, pending, forked = [], [], jnp.zeros((config.units,), bool)
-    for group in range(len(geometry.groups)):
-        found = index.find(state.entries, index.tag(jnp.roll(keys, -config.lag(group), 0), group))
-        blocks.append(jnp.where(lane < cap, found.block, 0))
-        pending.append(index.pending(state, blocks[-1], lane % config.units_per_block(group)))
-        if geometry.attention and group == geometry.attention[0]:
-            forked = found.forked
+    found = _find_all(config, state, keys, jnp.minimum(cap + config.longest_lag, config.units))
+    blocks = [jnp.roll(found.blocks[:, group], -config.lag(group)) for group in range(len(geometry.groups))]
+    blocks = [jnp.where(lane < cap, each, 0) for each in blocks]
+    per_block = [config.units_per_block(group) for group in range(len(geometry.groups))]
+    pending = [index.pending(state, each, lane % units) for each, units in zip(blocks, per_block, strict=True)]
+    forked = (
+        jnp.roll(found.forked, -config.lag(geometry.attention[0])) if geometry.attention else jnp.zeros_like(lane > 0)
+    )
     return jnp.stack(blocks), jnp.stack(pending), forked
+
+
+def _find_all(config: CacheConfig, state: CacheState, keys: jax.Array, count: jax.Array) -> index.Found:
+    """What is filed under the first `count` keys of u32[U, 4]; work grows with `count`."""
+    most = min(_SEARCHED, config.units)
+    units = -(-config.units // most) * most
+    padded = jnp.pad(keys, ((0, units - config.units), (0, 0)))
+    groups = len(config.geometry.groups)
+    nothing = index.Found(
+        jnp.full((units,), -1, jnp.int32), jnp.zeros((units, groups), jnp.int32), jnp.zeros((units,), bool)
+    )
+
+    def search(carry):
+        first, found = carry
+        some = index.find(state, jax.lax.dynamic_slice_in_dim(padded, first, most))
+        put = jax.tree.map(lambda all, part: jax.lax.dynamic_update_slice_in_dim(all, part, first, 0), found, some)
+        return first + most, put
+
+    _, found = jax.lax.while_loop(lambda carry: carry[0] < count, search, (jnp.int32(0), nothing))
+    return jax.tree.map(lambda part: part[: config.units], found)
 
 
 def _longest(config: CacheConfig, blocks: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -236,7 +260,7 @@ def _shared(config: CacheConfig, state: CacheState, forked: jax.Array, units: ja
     step = config.geometry.hit_unit // config.unit
     end = jnp.arange(1, config.units + 1, dtype=jnp.int32)
     fork = forked & (end > units) & (end < reach) & (end % step == 0)
-    rank = jnp.cumsum(fork[::-1].astype(jnp.int32))[::-1]
+    rank = fork.sum(dtype=jnp.int32) - ranks(fork)
     points = jnp.zeros((most,), jnp.int32)
     points = points.at[jnp.where(fork, rank, most)].set(end * config.unit, mode="drop")
     points = points.at[:1].set(jnp.where(reach > units, reach // step * step * config.unit, 0))
@@ -247,13 +271,12 @@ def _reason(config, state, keys, cap, reachable, units, flags):
     """Why nothing beyond `units` was served; see `Reason`."""
     geometry = config.geometry
     ahead, at_junction = jnp.zeros((), bool), jnp.zeros((), bool)
-    for group, geometry_of in enumerate(geometry.groups):
-        lag = config.lag(group)
-        if geometry_of.kind.append_only:
-            key = keys[jnp.minimum(reachable + lag, config.units - 1)]
-            ahead |= index.was_evicted(state, index.tag(key, group))
-        else:
-            at_junction |= index.was_evicted(state, index.tag(keys[jnp.maximum(reachable - 1, 0)], group))
+    if geometry.attention:
+        lags = sorted({config.lag(group) for group in geometry.attention})
+        nexts = jnp.stack([jnp.minimum(reachable + lag, config.units - 1) for lag in lags])
+        ahead = index.was_evicted(state, keys[nexts]).any()
+    if len(geometry.attention) < len(geometry.groups):
+        at_junction = index.was_evicted(state, keys[jnp.maximum(reachable - 1, 0)])
     most = cap // (geometry.hit_unit // config.unit) * (geometry.hit_unit // config.unit)
     salted = (flags & SALTED > 0) & (reachable == 0)
     reason = jnp.where(ahead, Reason.EVICTED, jnp.where(salted, Reason.SALT, Reason.COLD))

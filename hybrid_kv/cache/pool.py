@@ -24,6 +24,7 @@ import numpy as np
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
+from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.state import (
     BITS,
     CLOCK,
@@ -81,7 +82,9 @@ def take(
     evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
     # True of every id; it makes the writes below wait for the rows to be read, see `read_first`.
     ids = jnp.where(rows[:, REF] == 0, ids, 0)
-    state = index.remove_blocks(state, jnp.where(lane < from_stack, 0, ids))
+    taken = jnp.where(lane < from_stack, 0, ids)
+    some = (evicted > 0).astype(jnp.int32)
+    state = jax.lax.fori_loop(0, some, lambda _, state: index.remove_blocks(state, taken), state)
     row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])
     state = state._replace(
         pools=state.pools.at[pool, :USABLE].set(row),
@@ -110,9 +113,9 @@ def _least_recent(
         blocks = state.blocks[entries[:, 0]]
         live = (blocks[:, REF] == 0) & (blocks[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0)
         live &= head + ahead < state.pools[pool, RING_TAIL]
-        nth = jnp.cumsum(live.astype(jnp.int32))
-        taken = live & (nth <= count - got)
-        ids = ids.at[jnp.where(taken, got + nth - 1, most)].set(entries[:, 0], mode="drop")
+        nth = ranks(live)
+        taken = live & (nth < count - got)
+        ids = ids.at[jnp.where(taken, got + nth, most)].set(entries[:, 0], mode="drop")
         used = jnp.where(taken.any(), window - jnp.argmax(taken[::-1]), 0)
         more = got + taken.sum(dtype=jnp.int32)
         return ids, head + jnp.where(more < count, window, used.astype(jnp.int32)), more
@@ -183,9 +186,9 @@ def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
     bare_count, last_count, spare_count = (part.sum(dtype=jnp.int32) for part in (bare, last, spare))
     keyed_count = last_count + spare_count
     top, head, tail = (state.pools[pool, part] for part in (STACK_TOP, RING_HEAD, RING_TAIL))
-    stack_at = first + top + bare_count - jnp.cumsum(bare.astype(jnp.int32))
-    nth = jnp.cumsum(keyed.astype(jnp.int32)) - 1
-    place = jnp.where(spare, head - jnp.cumsum(spare.astype(jnp.int32)), tail + jnp.cumsum(last.astype(jnp.int32)) - 1)
+    stack_at = first + top + bare_count - 1 - ranks(bare)
+    nth = ranks(keyed)
+    place = jnp.where(spare, head - 1 - ranks(spare), tail + ranks(last))
     ring_at = RING_FACTOR * first + place % capacity
     counters, stamps = _stamps(state, nth, keyed_count)
     none_block, none_ring = config.total_blocks, state.ring.shape[0]
@@ -226,7 +229,7 @@ def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -
     again = (ids > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & (rows[:, BITS] & SPARE == 0)
     head, tail = state.pools[pool, RING_HEAD], state.pools[pool, RING_TAIL]
     again &= tail - head + ids.shape[0] <= _REFRESH_ROOM * count
-    nth = jnp.cumsum(again.astype(jnp.int32)) - 1
+    nth = ranks(again)
     added = again.sum(dtype=jnp.int32)
     counters, stamps = _stamps(state, nth, added)
     ring_at = jnp.where(again, RING_FACTOR * first + (tail + nth) % (RING_FACTOR * count), state.ring.shape[0])
@@ -255,23 +258,33 @@ def before_reused_state(config: CacheConfig, state: CacheState, pool: int, most:
         rows = state.blocks[entries[:, 0]]
         live = (rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0) & (head + ahead < tail)
         reused = live & (rows[:, BITS] & (STATE | REUSED) == STATE | REUSED)
-        got += (live & (jnp.cumsum(reused.astype(jnp.int32)) == 0)).sum(dtype=jnp.int32)
+        before = ahead < jnp.where(reused.any(), jnp.argmax(reused), window)
+        got += (live & before).sum(dtype=jnp.int32)
         return head + window, got, reused.any()
 
     start = (state.pools[pool, RING_HEAD], state.pools[pool, STACK_TOP], jnp.zeros((), bool))
     return jnp.minimum(jax.lax.while_loop(unfinished, scan_window, start)[1], most)
 
 
-def free_keyless(config: CacheConfig, state: CacheState, pool: jax.Array, block: jax.Array) -> CacheState:
-    """Move a free block (0: none) that has lost its last key from the ring to the stack."""
-    row = read_first(lambda state: state.blocks[block], state)
-    bare = (block > 0) & (row[REF] == 0) & (row[STAMP] > 0) & (row[PLACES:].max(initial=0) == 0)
-    top = jnp.array(config.pool_offset, jnp.int32)[pool] + state.pools[pool, STACK_TOP]
+def free_keyless(config: CacheConfig, state: CacheState, pools: jax.Array, blocks: jax.Array) -> CacheState:
+    """Move free blocks that have lost their last key from the rings to the stacks. pools, blocks: i32[n], 0: none."""
+
+    def read(state):
+        rows = state.blocks[blocks]
+        bare = (blocks > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & (rows[:, PLACES:].max(1, initial=0) == 0)
+        return bare, state.pools[pools, STACK_TOP]
+
+    bare, top = read_first(read, state)
+    lane = jnp.arange(blocks.shape[0])
+    earlier = lane[None, :] < lane[:, None]
+    bare &= ~((blocks[:, None] == blocks[None, :]) & earlier & bare[None, :]).any(1)
+    nth = ((pools[:, None] == pools[None, :]) & earlier & bare[None, :]).sum(1, dtype=jnp.int32)
     outside = config.total_blocks
+    at = jnp.where(bare, jnp.array(config.pool_offset, jnp.int32)[pools] + top + nth, outside)
     return state._replace(
-        blocks=state.blocks.at[jnp.where(bare, block, outside), STAMP].set(0, mode="drop"),
-        stack=state.stack.at[jnp.where(bare, top, outside)].set(block, mode="drop"),
-        pools=state.pools.at[pool, STACK_TOP].add(bare.astype(jnp.int32)),
+        blocks=state.blocks.at[jnp.where(bare, blocks, outside), STAMP].set(0, mode="drop"),
+        stack=state.stack.at[at].set(blocks, mode="drop"),
+        pools=state.pools.at[pools, STACK_TOP].add(bare.astype(jnp.int32)),
     )
 
 
@@ -281,6 +294,20 @@ def compact(config: CacheConfig, state: CacheState) -> CacheState:
     A block becomes free at most twice in one transition, so called at the head of each transition
     this keeps the ring from overrunning.
     """
+    due = is_due(config, state).astype(jnp.int32)
+    lists = (state.pools, state.ring)
+    pools, ring = jax.lax.fori_loop(0, due, lambda _, lists: _compact(config, state.blocks, *lists), lists)
+    return state._replace(pools=pools, ring=ring)
+
+
+def is_due(config: CacheConfig, state: CacheState) -> jax.Array:
+    """Whether `compact` has something to do."""
+    rooms = jnp.array(config.capacity, jnp.int32)
+    head, tail = state.pools[:, RING_HEAD], state.pools[:, RING_TAIL]
+    return ((tail - head > 2 * rooms) | (head >= RING_FACTOR * rooms)).any()
+
+
+def _compact(config: CacheConfig, blocks: jax.Array, pools: jax.Array, ring: jax.Array) -> tuple[jax.Array, jax.Array]:
     for pool, (first, count) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
         capacity, ring_first = RING_FACTOR * count, RING_FACTOR * first
 
@@ -293,14 +320,12 @@ def compact(config: CacheConfig, state: CacheState) -> CacheState:
             lane = jnp.arange(capacity, dtype=jnp.int32)
             head, tail = pools[pool, RING_HEAD], pools[pool, RING_TAIL]
             entries = ring[ring_first + (head + lane) % capacity]
-            rows = state.blocks[entries[:, 0]]
+            rows = blocks[entries[:, 0]]
             live = (lane < tail - head) & (rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1])
-            nth = jnp.cumsum(live.astype(jnp.int32)) - 1
-            ring = ring.at[jnp.where(live, ring_first + nth, ring.shape[0])].set(entries, mode="drop")
+            ring = ring.at[jnp.where(live, ring_first + ranks(live), ring.shape[0])].set(entries, mode="drop")
             return pools.at[pool, RING_HEAD].set(0).at[pool, RING_TAIL].set(live.sum(dtype=jnp.int32)), ring
 
-        pools, ring = jax.lax.while_loop(crowded, squeeze, (state.pools, state.ring))
+        pools, ring = jax.lax.while_loop(crowded, squeeze, (pools, ring))
         laps = pools[pool, RING_HEAD] // capacity * capacity
         pools = pools.at[pool, RING_HEAD].add(-laps).at[pool, RING_TAIL].add(-laps)
-        state = state._replace(pools=pools, ring=ring)
-    return state
+    return pools, ring

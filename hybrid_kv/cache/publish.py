@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +11,16 @@ import numpy as np
 
 from hybrid_kv.cache import flights, index, log
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.filing import Items, file
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.pool import free_keyless
+from hybrid_kv.cache.ranks import ragged, sums
 from hybrid_kv.cache.state import (
     BITS,
     DONE,
-    KEPT,
-    OVERFLOWED,
     PENDING_FROM,
     PENDING_STEP,
     PLACES,
-    PLANNED,
     SAVED_STATES,
     SPARE,
     STATE,
@@ -29,139 +29,179 @@ from hybrid_kv.cache.state import (
     read_first,
 )
 
-
-def nameable_units(config: CacheConfig, requests: jax.Array, computed: jax.Array) -> jax.Array:
-    """Leading units that have content and a key, by request and group with a table: i32[R, paged]."""
-    named = named_units(config, requests[:, layout(config).KNOWN])
-    lags = jnp.array([config.lag(group) for group in config.geometry.paged], jnp.int32)
-    return jnp.maximum(jnp.minimum((computed // config.unit)[:, None], named[:, None] - lags), 0)
+# Units that are filed at once.
+_BATCH = 64
 
 
-def publish_units(config: CacheConfig, state: CacheState) -> CacheState:
+class _Units(NamedTuple):
+    """Hash units of requests in groups with a table, [n] each. row: request slot. position: of the group. unit: from
+    the beginning of the request. ok: bool, not just padding."""
+
+    row: jax.Array
+    position: jax.Array
+    unit: jax.Array
+    ok: jax.Array
+
+
+def nameable_units(config: CacheConfig, known: jax.Array, computed: jax.Array) -> jax.Array:
+    """Leading units that have content and a key, by group with a table: tokens i32[...] -> i32[paged, ...]."""
+    named = named_units(config, known)
+    lags = [config.lag(group) for group in config.geometry.paged]
+    return jnp.stack([jnp.maximum(jnp.minimum(computed // config.unit, named - lag), 0) for lag in lags])
+
+
+def publish_units(
+    config: CacheConfig, state: CacheState, known: jax.Array, computed: jax.Array
+) -> tuple[CacheState, jax.Array]:
     """File every hash unit that requests have computed since the last commit, in all groups with tables.
 
-    Equal content is filed once. A later copy takes a key over unless it holds less of the block than
-    the first: the longest copy owns the keys, among equals the one used last, so evicting an old copy
-    never hides a newer one. Work grows with the number of new units only.
+    known, computed: i32[R] tokens. -> the state, and the units filed from now on, i32[paged, R]. Work grows with the
+    number of new units only.
     """
-    fields, geometry = layout(config), config.geometry
-    if not (config.prefix_caching and geometry.paged):
-        return state
-    filed = state.requests[:, fields.published]
-    done = jnp.maximum(nameable_units(config, state.requests, state.requests[:, fields.COMPUTED]), filed)
-
-    def file_unit(state, row, position, unit):
-        return _file_unit(config, state, row, position, unit, done[row, position], pending=False)
-
+    filed = state.requests[layout(config).published]
+    if not (config.prefix_caching and config.geometry.paged):
+        return state, filed
+    done = jnp.maximum(nameable_units(config, known, computed), filed)
     if config.steps_in_flight > 1:
         state = _confirm_units(config, state, done)
     if log.is_kept(state):
-        state = _for_units(config, filed, done, functools.partial(_tell_unit, config), state)
-    state = _for_units(config, filed, done, file_unit, state)
-    return state._replace(requests=state.requests.at[:, fields.published].set(done))
+        state = _in_batches(filed, done, lambda state, units: _tell_units(config, state, units), state)
+
+    def file_units(state, units):
+        return _file_units(config, state, units, done[units.position, units.row], pending=False)
+
+    return _in_batches(filed, done, file_units, state), done
 
 
 def file_again(
     config: CacheConfig, state: CacheState, row: jax.Array, position: int, column: jax.Array, ok: jax.Array
 ) -> CacheState:
     """File the committed units of a request's block again: a copy may have taken their names and may forget them."""
-    done = state.requests[row, layout(config).published.start + position]
+    done = state.requests[layout(config).published.start + position, row]
     per_block = config.units_per_block(config.geometry.paged[position])
     first = column * per_block
     count = jnp.where(ok, jnp.clip(done - first, 0, per_block), 0)
 
-    def file_unit(i, state):
-        return _file_unit(config, state, row, jnp.int32(position), first + i, done, pending=False)
+    def file_units(state, units):
+        units = units._replace(row=row + units.row, position=position + units.position)
+        return _file_units(config, state, units, jnp.full(units.row.shape, done), pending=False)
 
-    return jax.lax.fori_loop(0, count, file_unit, state)
+    return _in_batches(first[None, None], (first + count)[None, None], file_units, state)
 
 
 def file_rows(config: CacheConfig, state: CacheState, row: jax.Array, first: jax.Array, stop: jax.Array) -> CacheState:
     """File the units of tokens [first, stop) (i32[paged]) that somebody else wrote to a request's blocks."""
     if not (config.prefix_caching and config.geometry.paged):
         return state
-    request = state.requests[row][None]
-    done = jnp.minimum(nameable_units(config, request, stop.max()[None]), stop // config.unit)
-
-    def file_unit(state, _, position, unit):
-        return _file_unit(config, state, row, position, unit, done[0, position], pending=False)
-
-    return _for_units(config, -(-first // config.unit)[None], done, file_unit, state)
+    known = state.requests[layout(config).KNOWN, row]
+    done = jnp.minimum(nameable_units(config, known, stop.max()), stop // config.unit)
+    return _file_one(config, state, row, -(-first // config.unit), done, pending=False)
 
 
 def announce_units(
     config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array, end: jax.Array
 ) -> CacheState:
     """File the units that a planned chunk of tokens [start, end) completes as pending, where nobody has them."""
-    fields, geometry = layout(config), config.geometry
-    if not (config.prefix_caching and geometry.paged):
+    if not (config.prefix_caching and config.geometry.paged):
         return state
-    request = state.requests[row][None]
-    filed = jnp.maximum(nameable_units(config, request, start[None]), request[:, fields.published])
-    done = jnp.maximum(nameable_units(config, request, end[None]), filed)
-
-    def file_unit(state, _, position, unit):
-        return _file_unit(config, state, row, position, unit, done[0, position], pending=True)
-
-    return _for_units(config, filed, done, file_unit, state)
+    filed, done = _fresh(config, state, row, start, end)
+    return _file_one(config, state, row, filed, done, pending=True)
 
 
 def withdraw_units(config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array) -> CacheState:
     """Drop the pending keys of what a request's rows in flight compute from `start` on: it will not be filed."""
-    fields, geometry = layout(config), config.geometry
-    if not (config.prefix_caching and geometry.paged):
+    if not (config.prefix_caching and config.geometry.paged):
         return state
-    request = state.requests[row][None]
-    filed = jnp.maximum(nameable_units(config, request, start[None]), request[:, fields.published])
-    done = jnp.maximum(nameable_units(config, request, flights.planned(config, request)), filed)
-    constants = _constants(config)
+    filed, done = _fresh(config, state, row, start, flights.planned(config, state.requests[:, row]))
 
-    def forget_unit(state, _, position, unit):
-        _, pool, first, per_block, _ = (constant[position] for constant in constants)
-        block = state.tables[row, first + unit // per_block]
-        ok = index.pending(state, block, unit % per_block)
-        return free_keyless(config, index.forget(state, block, unit % per_block, ok), pool, block)
+    def forget_units(state, units):
+        _, pool, block, unit = _where(config, state, units._replace(row=row + units.row))
+        ok = units.ok & index.pending(state, block, unit)
+        return free_keyless(config, index.forget(state, block, unit, ok), pool, jnp.where(ok, block, 0))
 
-    return _for_units(config, filed, done, forget_unit, state)
+    return _in_batches(filed[:, None], done[:, None], forget_units, state)
 
 
-def _for_units(config: CacheConfig, first: jax.Array, stop: jax.Array, body, state: CacheState) -> CacheState:
-    """Apply `body(state, row, position, unit)` to the units [first, stop) of every row and group with a table."""
-    fresh = jnp.maximum(stop - first, 0).reshape(-1)
-    ends = jnp.cumsum(fresh)
-    groups = first.shape[1]
-
-    def one(i, state):
-        at = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
-        unit = first.reshape(-1)[at] + i - (ends[at] - fresh[at])
-        return body(state, at // groups, at % groups, unit)
-
-    return jax.lax.fori_loop(0, ends[-1], one, state)
+def _fresh(
+    config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array, end: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Units of a request that tokens [start, end) complete, by group with a table: first and stop, i32[paged]."""
+    fields = layout(config)
+    known = state.requests[fields.KNOWN, row]
+    filed = jnp.maximum(nameable_units(config, known, start), state.requests[fields.published, row])
+    return filed, jnp.maximum(nameable_units(config, known, end), filed)
 
 
-def _file_unit(config: CacheConfig, state, row, position, unit, done, pending: bool) -> CacheState:
-    geometry = config.geometry
-    group, pool, first, per_block, lag = (constant[position] for constant in _constants(config))
-    column = unit // per_block
-    block = state.tables[row, first + column]
-    covered = jnp.minimum(done - column * per_block, per_block)
-    key = index.tag(state.keys[row, unit + lag], group)
-    state, filed = _file(config, state, pool, group, key, block, unit % per_block, covered, pending)
-    parent = _parent(state, row, unit, lag, group)
-    if log.is_kept(state) and not pending:
-        state = log.stored(state, group, key, parent, block, unit % per_block, filed)
-    if geometry.attention:
-        state = index.note_child(state, parent, key, (unit > 0) & (group == geometry.attention[0]))
-    return state
+def _file_one(
+    config: CacheConfig, state: CacheState, row: jax.Array, first: jax.Array, stop: jax.Array, pending: bool
+) -> CacheState:
+    """File units [first, stop), i32[paged], of one request."""
+
+    def file_units(state, units):
+        return _file_units(config, state, units._replace(row=row + units.row), stop[units.position], pending)
+
+    return _in_batches(first[:, None], stop[:, None], file_units, state)
+
+
+def _in_batches(
+    first: jax.Array, stop: jax.Array, body: Callable[[CacheState, _Units], CacheState], state: CacheState
+) -> CacheState:
+    """Apply `body` to the units [first, stop) of groups with a table and requests, i32[paged, R] each, in order."""
+    # The units of a request lie side by side, all groups of it one after the other.
+    begin, fresh = first.T.reshape(-1), jnp.maximum(stop - first, 0).T.reshape(-1)
+    before = sums(fresh)
+    total, groups = before[-1] + fresh[-1], first.shape[0]
+
+    def one_batch(carry):
+        base, state = carry
+        item = base + jnp.arange(_BATCH, dtype=jnp.int32)
+        at = ragged(before, jnp.minimum(item, total - 1))
+        unit = begin[at] + item - before[at]
+        return base + _BATCH, body(state, _Units(at // groups, at % groups, unit, item < total))
+
+    return jax.lax.while_loop(lambda carry: carry[0] < total, one_batch, (jnp.int32(0), state))[1]
+
+
+def _where(config: CacheConfig, state: CacheState, units: _Units) -> tuple[jax.Array, ...]:
+    """Group, pool, block, and the unit's number in the block, of units."""
+    group, pool, first, per_block, _ = (constant[units.position] for constant in _constants(config))
+    block = state.tables[units.row, first + jnp.where(units.ok, units.unit, 0) // per_block]
+    return group, pool, jnp.where(units.ok, block, 0), units.unit % per_block
+
+
+def _keys(config: CacheConfig, state: CacheState, units: _Units) -> tuple[jax.Array, jax.Array]:
+    """Key of every unit, and of the one before (zeros: none): u32[n, 4]."""
+    lag = _constants(config)[4][units.position]
+    return _with_parent(state, units.row, jnp.where(units.ok, units.unit, 0), lag)
+
+
+def _with_parent(
+    state: CacheState, row: jax.Array, unit: jax.Array, lag: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array]:
+    parent = state.keys[row, jnp.maximum(unit + lag - 1, 0)]
+    return state.keys[row, unit + lag], jnp.where((unit > 0)[..., None], parent, np.uint32(0))
+
+
+def _file_units(config: CacheConfig, state: CacheState, units: _Units, done: jax.Array, pending: bool) -> CacheState:
+    group, pool, block, inside = _where(config, state, units)
+    per_block = _constants(config)[3][units.position]
+    key, parent = _keys(config, state, units)
+    covered = jnp.minimum(done - units.unit + inside, per_block)
+    items = Items(group, pool, key, parent, block, inside, covered, units.ok)
+    state, _ = file(config, state, items, pending)
+    if not config.geometry.attention:
+        return state
+    follows = units.ok & (units.unit > 0) & (group == config.geometry.attention[0])
+    return index.note_children(state, parent, key, follows)
 
 
 def _confirm_units(config: CacheConfig, state: CacheState, done: jax.Array) -> CacheState:
-    """Units before `done` (i32[R, paged]) are pending no more, also where a later step in flight names the next ones of
+    """Units before `done` (i32[paged, R]) are pending no more, also where a later step in flight names the next ones of
     their block. Steps name units in order, so that is one block of each request and group."""
     rows = jnp.arange(config.max_requests)
     for position, group in enumerate(config.geometry.paged):
         per_block = config.units_per_block(group)
-        column, inside = done[:, position] // per_block, done[:, position] % per_block
+        column, inside = done[position] // per_block, done[position] % per_block
         column = config.column_offset[position] + jnp.minimum(column, config.columns[position] - 1)
         block = state.tables[rows, column]
 
@@ -173,52 +213,51 @@ def _confirm_units(config: CacheConfig, state: CacheState, done: jax.Array) -> C
     return state
 
 
-def _tell_unit(config: CacheConfig, state: CacheState, row, position, unit) -> CacheState:
-    """Tell of a unit that was announced, if its block still has the key; nothing else is filed yet by this commit."""
-    group, _, first, per_block, lag = (constant[position] for constant in _constants(config))
-    block = state.tables[row, first + unit // per_block]
-    announced = read_first(lambda state: state.blocks[block, PLACES + unit % per_block] > 0, state)
-    key = index.tag(state.keys[row, unit + lag], group)
-    return log.stored(state, group, key, _parent(state, row, unit, lag, group), block, unit % per_block, announced)
+def _tell_units(config: CacheConfig, state: CacheState, units: _Units) -> CacheState:
+    """Tell of units that were announced, where blocks still have the keys; this commit has filed nothing else yet."""
+    group, _, block, inside = _where(config, state, units)
+    announced = read_first(lambda state: state.blocks[block, PLACES + inside] > 0, state) & units.ok & (block > 0)
+    key, parent = _keys(config, state, units)
+    return log.stored(state, group, key, parent, block, inside, announced)
 
 
-def _parent(state: CacheState, row, unit: jax.Array, lag: jax.Array | int, group: jax.Array | int) -> jax.Array:
-    """Tagged key of the unit before, zeros for the first: units [...] -> u32[..., 4]."""
-    parent = index.tag(state.keys[row, jnp.maximum(unit + lag - 1, 0)], group)
-    return jnp.where((unit > 0)[..., None], parent, np.uint32(0))
-
-
-def publish_state(
+def publish_states(
     config: CacheConfig,
     state: CacheState,
     row: jax.Array,
-    length: jax.Array,
+    lengths: jax.Array,
     slots: jax.Array,
     rung: jax.Array,
     pending: bool = False,
 ) -> CacheState:
-    """File a recurrent state of `length` tokens of a request, one slot per recurrent group.
+    """File recurrent states of a request.
 
-    Nothing happens at length 0, or where the same prefix already has a state. rung: only a ladder asks for it.
-    pending: a step in flight writes it.
+    lengths: i32[E] tokens, 0: none. slots: i32[E, recurrent]. rung: bool[E], only a ladder asks for it. Nothing happens
+    where the same prefix already has a state. pending: a step in flight writes them.
     """
-    if not config.prefix_caching:
+    geometry = config.geometry
+    if not (config.prefix_caching and geometry.recurrent):
         return state
-    unit = jnp.maximum(length // config.unit - 1, 0)
-    for position, group in enumerate(config.geometry.recurrent):
-        slot = jnp.where(length > 0, slots[position], 0)
-        key = index.tag(state.keys[row, unit], group)
-        zero = jnp.int32(0)
-        number = jnp.int32(config.group_pool[group])
-        state, filed = _file(config, state, number, group, key, slot, zero, zero, pending)
-        if not pending:
-            state = state._replace(counters=state.counters.at[SAVED_STATES].add(filed.astype(jnp.int32)))
-            if log.is_kept(state):
-                state = log.stored(state, group, key, _parent(state, row, unit, 0, group), slot, zero, filed)
-        bits = STATE + SPARE * rung.astype(jnp.int32)
-        at = jnp.where(slot > 0, slot, config.total_blocks)
-        state = state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
-    return state
+    count = len(geometry.recurrent)
+    unit = jnp.repeat(jnp.maximum(lengths // config.unit - 1, 0), count)
+    slot = jnp.where(lengths[:, None] > 0, slots, 0).reshape(-1)
+    group = jnp.tile(jnp.array(geometry.recurrent, jnp.int32), lengths.shape[0])
+    pool = jnp.array(config.group_pool, jnp.int32)[group]
+    key, parent = _with_parent(state, row, unit)
+    zero = jnp.zeros_like(unit)
+    state, filed = file(config, state, Items(group, pool, key, parent, slot, zero, zero, slot > 0), pending)
+    if not pending:
+        state = state._replace(counters=state.counters.at[SAVED_STATES].add(filed.sum(dtype=jnp.int32)))
+    bits = STATE + SPARE * jnp.repeat(rung.astype(jnp.int32), count)
+    at = jnp.where(slot > 0, slot, config.total_blocks)
+    return state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
+
+
+def publish_state(
+    config: CacheConfig, state: CacheState, row: jax.Array, length: jax.Array, slots: jax.Array
+) -> CacheState:
+    """File one state, of `length` tokens (0: none), in slots i32[recurrent]."""
+    return publish_states(config, state, row, length[None], slots[None], jnp.zeros((1,), bool))
 
 
 def confirm_states(
@@ -235,8 +274,8 @@ def confirm_states(
     if not log.is_kept(state):
         return state
     units = jnp.maximum(lengths // config.unit - 1, 0)
+    key, parent = _with_parent(state, row, units)
     for position, group in enumerate(config.geometry.recurrent):
-        key, parent = index.tag(state.keys[row, units], group), _parent(state, row, units, 0, group)
         slot, none = slots[:, position], jnp.zeros_like(units)
         state = log.stored(state, group, key, parent, slot, none, filed[:, position])
     return state
@@ -247,11 +286,8 @@ def withdraw_states(config: CacheConfig, state: CacheState, slots: jax.Array) ->
     if not slots.size:
         return state
 
-    def forget(i, state):
-        zero = jnp.int32(0)
-        return index.forget(state, slots[i], zero, index.pending(state, slots[i], zero))
-
-    return jax.lax.fori_loop(0, slots.shape[0], forget, state)
+    zero = jnp.zeros_like(slots)
+    return index.forget(state, slots, zero, (slots > 0) & index.pending(state, slots, zero))
 
 
 def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
@@ -260,7 +296,7 @@ def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> 
     Not from a slot that a row in flight may still write over.
     """
     fields, step = layout(config), config.geometry.hit_unit
-    request = state.requests[row]
+    request = state.requests[:, row]
     named = (named_units(config, request[fields.KNOWN]) - config.longest_lag) * config.unit
     last = flights.every(config, request).emit_turn
     coming = turn_boundaries(config, last)
@@ -270,7 +306,7 @@ def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> 
     lengths = jnp.where(~doomed & (request[fields.turn] <= named), request[fields.turn], 0)
     best = jnp.argmax(lengths)
     slots = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)[best]
-    return publish_state(config, state, row, lengths[best], slots, jnp.zeros((), bool))
+    return publish_state(config, state, row, lengths[best], slots)
 
 
 def turn_boundaries(config: CacheConfig, last: jax.Array) -> jax.Array:
@@ -283,13 +319,13 @@ def leave_prefill(config: CacheConfig, state: CacheState, row: jax.Array) -> Cac
     """File the running state of a request that goes in the middle of its prefill, if it ends at a hit boundary and no
     row in flight takes it further."""
     fields = layout(config)
-    request = state.requests[row]
+    request = state.requests[:, row]
     settled = flights.planned(config, request) == request[fields.COMPUTED]
     computed, known = request[fields.COMPUTED], request[fields.KNOWN]
     reached = settled & (computed > request[fields.HIT]) & (computed < known - 1)
     reached &= (computed % config.geometry.hit_unit == 0) & (computed <= named_units(config, known) * config.unit)
     length = jnp.where(reached, computed, 0)
-    return publish_state(config, state, row, length, request[fields.running], jnp.zeros((), bool))
+    return publish_state(config, state, row, length, request[fields.running])
 
 
 def _constants(config: CacheConfig) -> tuple[jax.Array, ...]:
@@ -303,48 +339,3 @@ def _constants(config: CacheConfig) -> tuple[jax.Array, ...]:
         [config.lag(group) for group in groups],
     )
     return tuple(jnp.asarray(np.array(column, np.int32)) for column in columns)
-
-
-def _file(
-    config: CacheConfig,
-    state: CacheState,
-    pool: jax.Array,
-    group: jax.Array | int,
-    key: jax.Array,
-    block: jax.Array,
-    unit: jax.Array,
-    covered: jax.Array,
-    pending: bool,
-) -> tuple[CacheState, jax.Array]:
-    """File one key as the unit-th of `block` (0: nothing) unless another block holds more units: (state, whether).
-
-    pending: the content is not written yet; then it takes over nothing.
-    """
-    units = jnp.arange(1, state.blocks.shape[1] - PLACES + 1, dtype=jnp.int32)
-
-    def read(state):
-        found = index.locate(state.entries, key)
-        held = jnp.where(state.blocks[found.block, PLACES:] > 0, units, 0).max()
-        better = found.block == 0
-        if not pending:
-            better |= (found.block != block) & (covered >= held)
-        # Names of several steps in flight: all are of the last of them, until a commit confirms some.
-        flying = state.blocks[block, PENDING_STEP] > state.counters[DONE]
-        first = jnp.where(flying, state.blocks[block, PENDING_FROM], unit)
-        bits = state.blocks[block, BITS] | (state.blocks[found.block, BITS] & KEPT)
-        return found, (block > 0) & (found.place >= 0) & better, first, bits
-
-    found, ok, first, bits = read_first(read, state)
-    full = (block > 0) & (found.place < 0)
-    state = state._replace(counters=state.counters.at[OVERFLOWED].add(full.astype(jnp.int32)))
-    state = index.put(state, key, group, found.place, block, unit, ok)
-    if not pending:
-        if any(group.kind.windowed for group in config.geometry.groups):
-            # Content that somebody keeps stays kept.
-            at = jnp.where(ok, block, config.total_blocks)
-            state = state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
-        return free_keyless(config, state, pool, jnp.where(ok, found.block, 0)), ok
-    at = jnp.where(ok, block, config.total_blocks)
-    columns = jnp.array([PENDING_STEP, PENDING_FROM])
-    values = jnp.stack([state.counters[PLANNED], first])
-    return state._replace(blocks=state.blocks.at[at, columns].set(values, mode="drop")), ok

@@ -21,12 +21,13 @@ FREE, WAITING, RUNNING = 0, 1, 2
 # its blocks are held for the request; it is under way for nobody.
 NOTHING, UNDECIDED, LOADING, BROUGHT, ABANDONED = range(5)
 
-# Columns of `CacheState.blocks`; the index places of the block's keys follow (0: none).
+# Columns of `CacheState.blocks`; the cells of the index that name the block follow, by unit (0: none), see
+# `index.cell`.
 REF, STAMP, BITS, PENDING_STEP, PENDING_FROM, PLACES = 0, 1, 2, 3, 4, 5
 # `BITS`: content worth finding after it left its window; a hit was served from it; a state; a rung of a ladder.
 KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
-# Columns of `CacheState.entries` behind the key; the group stands there only where there is a log.
-OWNER, CHILD, GROUP = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
+# Columns of `CacheState.entries` behind the key; from OWNERS on one for every group.
+CHILD, OWNERS = KEY_WORDS, KEY_WORDS + 1
 # Words of an event in `CacheState.log`, see `cache.log`.
 LOG_WORDS = 4 + 2 * KEY_WORDS
 # Rows of `CacheState.pools`.
@@ -48,15 +49,15 @@ CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, LADDER = range(5, 10)
 class CacheState(NamedTuple):
     """Packed arrays. Block 0 of every pool is the null block: never counted, keyed or evicted.
 
-    requests i32[R, F]     one row per request slot, columns named by `RequestLayout`
+    requests i32[F, R]     one lane per request slot, rows named by `RequestLayout`
     keys     u32[R, U, 4]  hash chain of the known tokens of every request
     tables   i32[R, C]     block ids of the groups that have tables, their columns side by side; ids count
                            through all pools, 0 is none
     blocks   i32[B, 5 + K] references, stamp of the last release, `KEPT` and other bits, the step that names units
-                           of this block from which unit on, index places of the keys
-    entries  u32[I, 6 + G] the prefix index, buckets of eight: key tagged with its group, block id (0: empty), mark
-                           of the unit that was filed behind this one (`FORKED`: of several); the group, where
-                           there is a log
+                           of this block from which unit on, cells of the index that name it
+    tags     u32[I]        a word of every key in the prefix index, in buckets of eight (0: an empty place)
+    entries  u32[I, 5 + G] the keys themselves, each with a mark of the unit that was filed behind it (`FORKED`: of
+                           several) and the block that has this content in every group (0: none)
     ghosts   u32[J]        fingerprints of evicted keys, direct mapped
     stack    i32[B]        free blocks without a key, per pool, last in first out
     ring     i32[6B, 2]    free blocks with keys, per pool, least recently released first;
@@ -72,6 +73,7 @@ class CacheState(NamedTuple):
     keys: jax.Array
     tables: jax.Array
     blocks: jax.Array
+    tags: jax.Array
     entries: jax.Array
     ghosts: jax.Array
     stack: jax.Array
@@ -84,7 +86,7 @@ class CacheState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RequestLayout:
-    """Columns of a request row. Positions and lengths in tokens, cursors in hash units or table columns.
+    """Fields of a request, rows of `CacheState.requests`. Positions and lengths in tokens, cursors in units or columns.
 
     status, seq (order of arrival), prompt, known (prompt and answer), limit (known tokens it may end with), computed
     (committed), flags (`lookup.SKIP_READ` and others), hit, junction, reason, preemptions, admitted (the step that
@@ -205,11 +207,12 @@ def initial_state(config: CacheConfig) -> CacheState:
     stack, pools = _all_free(config, jnp.asarray(usable), jnp.asarray(reserved))
     places = config.index_buckets * 8
     return CacheState(
-        requests=jnp.zeros((config.max_requests, layout(config).size), jnp.int32),
+        requests=jnp.zeros((layout(config).size, config.max_requests), jnp.int32),
         keys=jnp.zeros((config.max_requests, config.units, KEY_WORDS), jnp.uint32),
         tables=jnp.zeros((config.max_requests, max(sum(config.columns), 1)), jnp.int32),
         blocks=jnp.zeros((config.total_blocks, PLACES + config.max_units_per_block), jnp.int32),
-        entries=jnp.zeros((places, GROUP + bool(config.events)), jnp.uint32),
+        tags=jnp.zeros((places,), jnp.uint32),
+        entries=jnp.zeros((places, OWNERS + len(config.geometry.groups)), jnp.uint32),
         ghosts=jnp.zeros((places,), jnp.uint32),
         stack=stack,
         ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),

@@ -15,6 +15,7 @@ import numpy as np
 from hybrid_kv.cache import flights, index, log, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
+from hybrid_kv.cache.loops import for_rows
 from hybrid_kv.cache.publish import (
     confirm_states,
     leave_prefill,
@@ -38,6 +39,7 @@ from hybrid_kv.cache.state import (
     CacheState,
     forget_all,
     layout,
+    read_first,
 )
 from hybrid_kv.cache.statistics import take_back
 from hybrid_kv.cache.windows import leave_windows, part
@@ -80,7 +82,7 @@ def arrive(
     sure to bring there.
     """
     fields = layout(config)
-    status = state.requests[:, fields.STATUS]
+    status = state.requests[fields.STATUS]
     free = (status == FREE).any()
     slot = jnp.argmax(status == FREE).astype(jnp.int32)
     row = jnp.zeros((fields.size,), jnp.int32)
@@ -89,7 +91,7 @@ def arrive(
     row = row.at[jnp.array(names)].set(jnp.stack([jnp.asarray(value, jnp.int32) for value in values]))
     at = jnp.where(free, slot, config.max_requests)
     state = state._replace(
-        requests=state.requests.at[at].set(row, mode="drop"),
+        requests=state.requests.at[:, at].set(row, mode="drop"),
         keys=state.keys.at[at].set(keys, mode="drop"),
         counters=state.counters.at[NEXT_SEQ].add(free.astype(jnp.int32)),
     )
@@ -101,44 +103,72 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
 
     Call it once the step has been handed to the device and cannot be dropped any more.
     """
+    place = flights.oldest(config, state)
+    state, rows = move_on(config, pool.compact(config, state), outcome)
+    state = for_rows(config, rows.pinned, lambda config, state, row: _settle(config, state, row, place), state)
+    state = leave_windows(config, state, rows.ran)
+    return for_rows(config, rows.ended, release, state)
+
+
+class _Rows(NamedTuple):
+    """Requests of a committed step, bool[R]. pinned: it read, copied or saved something. ended: with these tokens."""
+
+    ran: jax.Array
+    pinned: jax.Array
+    ended: jax.Array
+
+
+def move_on(config: CacheConfig, state: CacheState, outcome: Outcome) -> tuple[CacheState, _Rows]:
+    """The part of `commit` that all requests of the step take at once: lengths, keys, names."""
     fields = layout(config)
-    state = pool.compact(config, state)
     requests, place = state.requests, flights.oldest(config, state)
     flight = flights.at(config, requests, place)
     ran, gives = flight.scheduled > 0, flight.promised > 0
     produced = jnp.where(gives, jnp.asarray(outcome.produced), 0)
-    start = requests[:, fields.COMPUTED]
+    known, start = requests[fields.KNOWN], requests[fields.COMPUTED]
     kept = flight.scheduled - flight.verifying + jnp.where(flight.verifying > 0, jnp.maximum(produced - 1, 0), 0)
     computed = start + kept
-    step = config.geometry.hit_unit
-    # Of the boundaries that were crossed, the last one stays in each slot of the ring.
-    top = jnp.minimum(computed, flight.emit_turn) // step
-    slot = jnp.arange(fields.turns, dtype=jnp.int32)
-    boundary = (top[:, None] - (top[:, None] - slot) % fields.turns) * step
-    crossed = (flight.emit_turn > 0)[:, None] & (boundary > start[:, None])
-    if not config.saves_anywhere:
-        crossed &= boundary == computed[:, None]
-    turn = jnp.where(crossed, boundary, requests[:, fields.turn])
-    pinned = ran & (
-        (flight.positions > 0).any(1)
-        | (requests[:, fields.read] > 0).any(1)
-        | (requests[:, fields.copy_source] > 0).any(1)
-    )
-    admitted = jnp.where(ran, 0, requests[:, fields.ADMITTED])
-    requests = flights.put(config, requests, place, flights.without_row(flight)).at[:, fields.turn].set(turn)
-    requests = requests.at[:, fields.COMPUTED].set(computed).at[:, fields.ADMITTED].set(admitted)
+    held = jnp.concatenate([flight.positions, requests[fields.read], requests[fields.copy_source]])
+    rows = _Rows(ran, ran & (held > 0).any(0), gives & jnp.asarray(outcome.finished))
+    admitted = jnp.where(ran, 0, requests[fields.ADMITTED])
+    turn = _turn_ends(config, flight, start, computed, requests[fields.turn])
     done = jnp.minimum(state.counters[DONE] + 1, state.counters[PLANNED])
-    state = state._replace(requests=requests, counters=state.counters.at[DONE].set(done))
-    state = publish_units(config, _append(config, state, produced, outcome.unit_keys))
-    state = _for_rows(config, pinned, lambda config, state, row: _settle(config, state, row, place), state)
-    state = leave_windows(config, state, ran)
-    return _for_rows(config, gives & jnp.asarray(outcome.finished), release, state)
+    keys = _append(config, state.keys, known, known + produced, outcome.unit_keys)
+    state = state._replace(keys=keys, counters=state.counters.at[DONE].set(done))
+    state, published = publish_units(config, state, known + produced, computed)
+    # All that changes of every request in one write.
+    none = jnp.zeros_like(computed)
+    names = [*(fields.KNOWN, fields.COMPUTED, fields.ADMITTED), *_rows_of(fields.turn), *_rows_of(fields.published)]
+    names = jnp.concatenate([jnp.array(names), flights.head(config, place)])
+    values = [jnp.stack([known + produced, computed, admitted]), turn, published, jnp.stack([none] * flights.HEAD)]
+    return state._replace(requests=state.requests.at[names].set(jnp.concatenate(values))), rows
+
+
+def _turn_ends(
+    config: CacheConfig, flight: flights.Flight, start: jax.Array, computed: jax.Array, before: jax.Array
+) -> jax.Array:
+    """Lengths that the turn-end slots hold after tokens [start, computed): i32[turns, R].
+
+    Of the boundaries that were crossed, the last one stays in each slot of the ring.
+    """
+    fields, step = layout(config), config.geometry.hit_unit
+    top = jnp.minimum(computed, flight.emit_turn) // step
+    slot = jnp.arange(fields.turns, dtype=jnp.int32)[:, None]
+    boundary = (top - (top - slot) % fields.turns) * step
+    crossed = (flight.emit_turn > 0) & (boundary > start)
+    if not config.saves_anywhere:
+        crossed &= boundary == computed
+    return jnp.where(crossed, boundary, before)
+
+
+def _rows_of(part: slice) -> range:
+    return range(part.start, part.stop)
 
 
 def propose(config: CacheConfig, state: CacheState, drafts: jax.Array) -> CacheState:
     """Say how many draft tokens (i32[R], `max_drafts` at most) every request wants verified in its next row."""
     drafts = jnp.clip(jnp.asarray(drafts, jnp.int32), 0, config.max_drafts)
-    return state._replace(requests=state.requests.at[:, layout(config).DRAFTS].set(drafts))
+    return state._replace(requests=state.requests.at[layout(config).DRAFTS].set(drafts))
 
 
 def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
@@ -153,39 +183,40 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
     place, planned = flights.newest(config, state), state.counters[PLANNED]
     flight, flying = flights.at(config, state.requests, place), planned > state.counters[DONE]
     scheduled = (flight.scheduled > 0) & flying
-    admitted = scheduled & (state.requests[:, fields.ADMITTED] == planned)
-    drafts = jnp.where(scheduled, flight.verifying, state.requests[:, fields.DRAFTS])
-    state = state._replace(requests=state.requests.at[:, fields.DRAFTS].set(drafts))
+    admitted = scheduled & (state.requests[fields.ADMITTED] == planned)
+    drafts = jnp.where(scheduled, flight.verifying, state.requests[fields.DRAFTS])
+    state = state._replace(requests=state.requests.at[fields.DRAFTS].set(drafts))
 
     def forget(config, state, row):
-        state = _forget_names(config, state, row, flights.planned(config, state.requests[row]) - flight.scheduled[row])
+        start = flights.planned(config, state.requests[:, row]) - flight.scheduled[row]
+        state = _forget_names(config, state, row, start)
         return _drop_saved(config, state, row, place)
 
-    state = _for_rows(config, scheduled, forget, state)
+    state = for_rows(config, scheduled, forget, state)
     # Also what the step promised to requests that were preempted since: those tokens will not come.
     requests = flights.cleared(config, state.requests, place)
     state = state._replace(requests=jnp.where(flying, requests, state.requests))
-    return take_back(config, _for_rows(config, admitted, _wait_again, state))
+    return take_back(config, for_rows(config, admitted, _wait_again, state))
 
 
 def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState:
     """End a request at any moment; what its committed steps published stays, the rest never was."""
     fields = layout(config)
     live = jnp.arange(config.max_requests) == slot
-    live &= state.requests[:, fields.STATUS] != FREE
+    live &= state.requests[fields.STATUS] != FREE
     if config.loads:
         # A load writes to the blocks until it is through.
-        phase = state.requests[:, fields.LOAD]
+        phase = state.requests[fields.LOAD]
         loading = live & ((phase == LOADING) | (phase == ABANDONED))
-        requests = state.requests.at[:, fields.LOAD].set(jnp.where(loading, ABANDONED, phase))
+        requests = state.requests.at[fields.LOAD].set(jnp.where(loading, ABANDONED, phase))
         state, live = state._replace(requests=requests), live & ~loading
-    return _for_rows(config, live, _break_off, pool.compact(config, state))
+    return for_rows(config, live, _break_off, pool.compact(config, state))
 
 
 def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
     """Forget all cached content: (state, done). Refused, state unchanged, while a request runs or a load has blocks."""
     fields = layout(config)
-    idle = (state.requests[:, fields.STATUS] <= WAITING).all() & (state.requests[:, fields.LOAD] <= UNDECIDED).all()
+    idle = (state.requests[fields.STATUS] <= WAITING).all() & (state.requests[fields.LOAD] <= UNDECIDED).all()
     empty = forget_all(config, state)
     if log.is_kept(state):
         empty = log.cleared(empty)
@@ -199,15 +230,15 @@ def preempt_running(config: CacheConfig, state: CacheState) -> CacheState:
     who wait is held no longer. While a load is under way nothing changes, since that forbids a reset as well.
     """
     fields = layout(config)
-    phase = state.requests[:, fields.LOAD]
+    phase = state.requests[fields.LOAD]
     free = ~((phase == LOADING) | (phase == ABANDONED)).any()
     state = give_up_loads(config, pool.compact(config, state), free) if config.loads else pool.compact(config, state)
 
     def give_way(config, state, row):
-        return _preempt(config, _forget_names(config, state, row, state.requests[row, fields.COMPUTED]), row)
+        return _preempt(config, _forget_names(config, state, row, state.requests[fields.COMPUTED, row]), row)
 
-    running = free & (state.requests[:, fields.STATUS] > WAITING)
-    return _for_rows(config, running, give_way, state)
+    running = free & (state.requests[fields.STATUS] > WAITING)
+    return for_rows(config, running, give_way, state)
 
 
 def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
@@ -217,28 +248,28 @@ def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     admitted again when they have come.
     """
     place = flights.newest(config, state)
-    state = _forget_names(config, state, row, state.requests[row, layout(config).COMPUTED])
-    request = state.requests[row]
+    state = _forget_names(config, state, row, state.requests[layout(config).COMPUTED, row])
+    request = state.requests[:, row]
     request = flights.put(config, request, place, flights.without_row(flights.at(config, request, place)))
-    return _preempt(config, state._replace(requests=state.requests.at[row].set(request)), row)
+    return _preempt(config, state._replace(requests=state.requests.at[:, row].set(request)), row)
 
 
 def _preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     fields = layout(config)
     state = _wait_again(config, leave_prefill(config, state, row), row)
     return state._replace(
-        requests=state.requests.at[row, fields.PREEMPTIONS].add(1), counters=state.counters.at[PREEMPTED].add(1)
+        requests=state.requests.at[fields.PREEMPTIONS, row].add(1), counters=state.counters.at[PREEMPTED].add(1)
     )
 
 
 def _break_off(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    state = _forget_names(config, state, row, state.requests[row, layout(config).COMPUTED])
+    state = _forget_names(config, state, row, state.requests[layout(config).COMPUTED, row])
     return release(config, leave_prefill(config, state, row), row)
 
 
 def _wait_again(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     fields = layout(config)
-    before = state.requests[row]
+    before = state.requests[:, row]
     promised = flights.every(config, before).promised
     state = release(config, state, row)
     keep = [fields.SEQ, fields.PROMPT, fields.KNOWN, fields.LIMIT, fields.FLAGS, fields.PRIORITY, fields.PREEMPTIONS]
@@ -247,7 +278,7 @@ def _wait_again(config: CacheConfig, state: CacheState, row: jax.Array) -> Cache
     for place in range(fields.flights):
         record = flights.at(config, again, place)
         again = flights.put(config, again, place, record._replace(promised=promised[place]))
-    return state._replace(requests=state.requests.at[row].set(again))
+    return state._replace(requests=state.requests.at[:, row].set(again))
 
 
 def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
@@ -262,7 +293,7 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     for position, group in enumerate(geometry.paged):
         if geometry.groups[group].kind.windowed:
             state = part(config, state, row, position, jnp.int32(config.columns[position]))
-    request = state.requests[row]
+    request = state.requests[:, row]
     emitted = flights.every(config, request).slots.reshape(fields.flights * fields.emissions, fields.recurrent)
     turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
     held = []
@@ -274,35 +305,30 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
         own, read = (request[part][position : position + 1] for part in (fields.running, fields.read))
         held.append((group, jnp.concatenate([own, turns[:, position], read, emitted[:, position]])))
     state = _drop(config, state, held)
-    return state._replace(requests=state.requests.at[row].set(0), tables=state.tables.at[row].set(0))
+    return state._replace(requests=state.requests.at[:, row].set(0), tables=state.tables.at[row].set(0))
 
 
 def _refresh_states(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     fields = layout(config)
     if not (config.prefix_caching and config.geometry.recurrent):
         return state
-    request = state.requests[row]
+    request = state.requests[:, row]
     named = named_units(config, request[fields.KNOWN]) * config.unit
     lengths = jnp.sort(jnp.append(request[fields.points], request[fields.HIT]))
     lengths = jnp.where(lengths <= jnp.minimum(request[fields.COMPUTED], named), lengths, 0)
     keys = state.keys[row, jnp.maximum(lengths // config.unit - 1, 0)]
+    found = read_first(lambda state: index.find(state, keys).blocks, state)
     for group in config.geometry.recurrent:
-        found = jnp.where(lengths > 0, index.find(state.entries, index.tag(keys, group)).block, 0)
-        state = pool.refresh(config, state, config.group_pool[group], found)
+        blocks = jnp.where(lengths > 0, found[:, group], 0)
+        state = pool.refresh(config, state, config.group_pool[group], blocks)
     return state
-
-
-def _for_rows(config: CacheConfig, mask: jax.Array, body, state: CacheState) -> CacheState:
-    """Apply `body(config, state, row)` to the marked request slots, in slot order."""
-    rows = jnp.nonzero(mask, size=config.max_requests, fill_value=0)[0].astype(jnp.int32)
-    return jax.lax.fori_loop(0, mask.sum(dtype=jnp.int32), lambda i, s: body(config, s, rows[i]), state)
 
 
 def _settle(config: CacheConfig, state: CacheState, row: jax.Array, place: flights.Place) -> CacheState:
     """Drop the pins of what a committed row read, copied from and saved; what it saved was filed when it was planned,
     and counts from now on."""
     fields, geometry = layout(config), config.geometry
-    request = state.requests[row]
+    request = state.requests[:, row]
     emitted = flights.at(config, request, place)
     state = confirm_states(config, state, row, emitted.positions, emitted.slots)
     pinned = []
@@ -314,23 +340,23 @@ def _settle(config: CacheConfig, state: CacheState, row: jax.Array, place: fligh
     state = _drop(config, state, pinned)
     request = request.at[fields.copy_source].set(0).at[fields.read].set(0)
     request = flights.put(config, request, place, flights.without_states(emitted))
-    return state._replace(requests=state.requests.at[row].set(request))
+    return state._replace(requests=state.requests.at[:, row].set(request))
 
 
 def _forget_names(config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array) -> CacheState:
     """Take back the pending names of what a request's rows in flight compute from `start` on."""
-    saved = flights.every(config, state.requests[row])
+    saved = flights.every(config, state.requests[:, row])
     slots = jnp.where((saved.positions > start)[..., None], saved.slots, 0)
     return withdraw_states(config, withdraw_units(config, state, row, start), slots.ravel())
 
 
 def _drop_saved(config: CacheConfig, state: CacheState, row: jax.Array, place: flights.Place) -> CacheState:
     """Give back the slots that a row would have saved states in."""
-    request = state.requests[row]
+    request = state.requests[:, row]
     saved = flights.at(config, request, place)
     state = _drop(config, state, [(group, saved.slots[:, i]) for i, group in enumerate(config.geometry.recurrent)])
     request = flights.put(config, request, place, flights.without_states(saved))
-    return state._replace(requests=state.requests.at[row].set(request))
+    return state._replace(requests=state.requests.at[:, row].set(request))
 
 
 def drop_load(
@@ -344,13 +370,13 @@ def drop_load(
     held += [(group, states[position : position + 1]) for position, group in enumerate(geometry.recurrent)]
     state = _drop(config, state, held)
     columns = jnp.array([fields.LOAD, fields.LOADED])
-    return state._replace(requests=state.requests.at[row, columns].set(NOTHING))
+    return state._replace(requests=state.requests.at[columns, row].set(NOTHING))
 
 
 def give_up_loads(config: CacheConfig, state: CacheState, ok: jax.Array) -> CacheState:
     """Hold what was brought for those who wait no longer, if `ok`; it stays to be found while it lasts."""
-    brought = state.requests[:, layout(config).LOAD] == BROUGHT
-    return _for_rows(config, ok & brought, _wait_again, state)
+    brought = state.requests[layout(config).LOAD] == BROUGHT
+    return for_rows(config, ok & brought, _wait_again, state)
 
 
 def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Array]]) -> CacheState:
@@ -361,15 +387,11 @@ def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Arr
     return state
 
 
-def _append(config: CacheConfig, state: CacheState, produced: jax.Array, unit_keys: Ints) -> CacheState:
-    """Lengthen the known tokens and store the keys of the units they complete."""
-    fields = layout(config)
-    before = state.requests[:, fields.KNOWN]
-    after = before + produced
+def _append(config: CacheConfig, keys: jax.Array, before: jax.Array, after: jax.Array, unit_keys: Ints) -> jax.Array:
+    """The keys u32[R, U, 4] with those of the units that lengthening requests from `before` to `after` completes."""
     rows = jnp.arange(config.max_requests)
-    keys = state.keys
     for nth in range(keys_per_append(config)):
         unit = named_units(config, before) + nth
         at = jnp.where(unit < named_units(config, after), unit, config.units)
         keys = keys.at[rows, at].set(unit_keys[:, nth], mode="drop")
-    return state._replace(requests=state.requests.at[:, fields.KNOWN].set(after), keys=keys)
+    return keys

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from hybrid_kv.cache import index, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units, window_start
+from hybrid_kv.cache.loops import for_rows
 from hybrid_kv.cache.publish import file_again
 from hybrid_kv.cache.state import BITS, INTERVAL, KEEP_WINDOWS, KEPT, REF, TURN_END, CacheState, layout
 from hybrid_kv.geometry import GroupGeometry
@@ -21,14 +22,13 @@ def leave_windows(config: CacheConfig, state: CacheState, rows: jax.Array) -> Ca
         if not geometry.kind.windowed:
             continue
         column = fields.left.start + position
-        first = window_start(geometry, state.requests[:, fields.COMPUTED]) // geometry.block
-        leaving = rows & (first > state.requests[:, column])
-        order = jnp.nonzero(leaving, size=config.max_requests, fill_value=0)[0].astype(jnp.int32)
+        first = window_start(geometry, state.requests[fields.COMPUTED]) // geometry.block
+        leaving = rows & (first > state.requests[column])
 
-        def leave(i, state, order=order, first=first, position=position):
-            return part(config, state, order[i], position, first[order[i]])
+        def leave(config, state, row, first=first, position=position):
+            return part(config, state, row, position, first[row])
 
-        state = jax.lax.fori_loop(0, leaving.sum(dtype=jnp.int32), leave, state)
+        state = for_rows(config, leaving, leave, state)
     return state
 
 
@@ -40,7 +40,7 @@ def part(config: CacheConfig, state: CacheState, row: jax.Array, position: int, 
     """
     fields, group = layout(config), config.geometry.paged[position]
     offset, number = config.column_offset[position], config.group_pool[group]
-    request = state.requests[row]
+    request = state.requests[:, row]
     first = request[fields.left][position]
     # Columns in use; the table is blank from here on.
     stop = jnp.minimum(stop, request[fields.columns][position])
@@ -48,7 +48,7 @@ def part(config: CacheConfig, state: CacheState, row: jax.Array, position: int, 
     def drop(i, state):
         column = stop - 1 - i
         block = state.tables[row, offset + column]
-        needed = _needed(config, state, state.requests[row], config.group(group), column)
+        needed = _needed(config, state, state.requests[:, row], config.group(group), column)
         if config.prefix_caching:
             state = file_again(config, state, row, position, column, needed & (block > 0))
         bits = state.blocks[block, BITS] | jnp.where(needed, KEPT, 0)
@@ -58,13 +58,13 @@ def part(config: CacheConfig, state: CacheState, row: jax.Array, position: int, 
             tables=state.tables.at[row, offset + column].set(0),
         )
         forgotten = (block > 0) & (state.blocks[block, REF] == 1) & (bits & KEPT == 0)
-        for unit in range(config.units_per_block(group)):
-            state = index.forget(state, block, jnp.int32(unit), forgotten)
+        units = jnp.arange(config.units_per_block(group), dtype=jnp.int32)
+        state = index.forget(state, jnp.full_like(units, block), units, forgotten & (units >= 0))
         return pool.release(config, state, number, block)
 
     state = jax.lax.fori_loop(0, jnp.maximum(stop - first, 0), drop, state)
     column = fields.left.start + position
-    return state._replace(requests=state.requests.at[row, column].set(jnp.maximum(first, stop)))
+    return state._replace(requests=state.requests.at[column, row].set(jnp.maximum(first, stop)))
 
 
 def _needed(

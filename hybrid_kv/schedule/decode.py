@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from hybrid_kv.cache import flights, pool
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.ranks import ranks, sums
 from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
+
+
+class Decodes(NamedTuple):
+    """Decodes that a step could have, by request slot i32[R]. rows: bool. planned: tokens computed before. drafts: that
+    each verifies. fresh: by group with a table, columns it lacks. fits: the free blocks suffice for all of them.
+    boundary: the last one that its turn's state may be saved at (0: none). lacks_turn: bool, it has no slot for that.
+    """
+
+    rows: jax.Array
+    planned: jax.Array
+    drafts: jax.Array
+    fresh: list[jax.Array]
+    fits: jax.Array
+    boundary: jax.Array
+    lacks_turn: jax.Array
 
 
 def decodes_fit(config: CacheConfig, state: CacheState) -> jax.Array:
     """Whether the free blocks suffice for all decodes of this step."""
-    return _fit(config, state, _drafts(config, state))
+    return find_decodes(config, state).fits
 
 
 def schedule_decodes(config: CacheConfig, state: CacheState) -> CacheState:
@@ -21,120 +39,144 @@ def schedule_decodes(config: CacheConfig, state: CacheState) -> CacheState:
     Drafts are verified as far as the budget goes, lowest slot first, and not at all in a step in which their rows would
     find no blocks; the tokens themselves always fit the budget.
     """
-    fields = layout(config)
-    drafts = _drafts(config, state)
-    rows = _decoding(config, state) & _fit(config, state, drafts)
-    drafts = jnp.where(rows, drafts, 0)
-    state = _extend_tables(config, state, rows, drafts)
-    state, emit = _keep_turn_end(config, state, rows, drafts)
-    requests, place = state.requests, flights.newest(config, state)
-    before, one = flights.at(config, requests, place), rows.astype(jnp.int32)
-    row = before._replace(scheduled=one + drafts, verifying=drafts, promised=one + drafts, emit_turn=emit)
-    row = jax.tree.map(lambda new, old: jnp.where(rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old), row, before)
-    asked = jnp.where(rows, 0, requests[:, fields.DRAFTS])
-    requests = flights.put(config, requests, place, row).at[:, fields.DRAFTS].set(asked)
-    return state._replace(requests=requests)
+    decodes = find_decodes(config, state)
+    rows = decodes.rows & decodes.fits
+    state = _extend_tables(config, state, [jnp.where(rows, each, 0) for each in decodes.fresh])
+    if config.prefix_caching and config.geometry.recurrent:
+        lacks = decodes.lacks_turn & rows
+        some = lacks.any().astype(jnp.int32)
+        carry = (state, jnp.zeros_like(lacks))
+        state, granted = jax.lax.fori_loop(0, some, lambda _, carry: _turn_slots(config, carry[0], lacks), carry)
+        saved = ~decodes.lacks_turn | granted
+        decodes = decodes._replace(boundary=jnp.where(saved, decodes.boundary, 0))
+    return _write_rows(config, state, decodes, rows)
 
 
-def _decoding(config: CacheConfig, state: CacheState) -> jax.Array:
-    fields = layout(config)
-    requests = state.requests
-    start = flights.planned(config, requests)
-    last_token = (start == flights.expected(config, requests) - 1) & (start >= requests[:, fields.PROMPT])
-    return last_token & flights.has_work(config, state)
+def decode_rows(config: CacheConfig, state: CacheState, decodes: Decodes, rows: jax.Array) -> CacheState:
+    """Schedule those of the decodes in `rows` (bool[R]), which fit and have slots for their turns' ends."""
+    state = _extend_tables(config, state, [jnp.where(rows, each, 0) for each in decodes.fresh])
+    return _write_rows(config, state, decodes, rows)
 
 
-def _drafts(config: CacheConfig, state: CacheState) -> jax.Array:
-    """Draft tokens that every decoding request verifies: i32[R]."""
-    fields = layout(config)
-    rows = _decoding(config, state)
-    if not config.max_drafts:
-        return jnp.zeros(rows.shape, jnp.int32)
-    room = config.max_context - flights.expected(config, state.requests)
-    asked = jnp.where(rows, jnp.clip(jnp.minimum(state.requests[:, fields.DRAFTS], room), 0, config.max_drafts), 0)
+def _write_rows(config: CacheConfig, state: CacheState, decodes: Decodes, rows: jax.Array) -> CacheState:
+    fields, place = layout(config), flights.newest(config, state)
+    before = flights.at(config, state.requests, place)
+    held = state.requests[fields.columns]
+    columns = [held[position] + jnp.where(rows, each, 0) for position, each in enumerate(decodes.fresh)]
+    asked = jnp.where(rows, 0, state.requests[fields.DRAFTS])
+    given = 1 + decodes.drafts
+    new = [given, decodes.drafts, given, decodes.boundary]
+    row = [jnp.where(rows, one, old) for one, old in zip(new, before[: flights.HEAD], strict=True)]
+    # All that changes of every request in one write.
+    names = jnp.array([fields.DRAFTS, *range(fields.columns.start, fields.columns.stop)])
+    names = jnp.concatenate([names, flights.head(config, place)])
+    return state._replace(requests=state.requests.at[names].set(jnp.stack([asked, *columns, *row])))
+
+
+def find_decodes(config: CacheConfig, state: CacheState) -> Decodes:
+    """The requests whose prompt is done and that may have a row in the step being planned."""
+    fields, requests = layout(config), state.requests
+    planned, expected = flights.planned(config, requests), flights.expected(config, requests)
+    rows = (planned == expected - 1) & (planned >= requests[fields.PROMPT]) & flights.has_work(config, state)
+
+    def fresh(drafts: jax.Array) -> list[jax.Array]:
+        end, lacks = jnp.minimum(planned + 1 + drafts + config.slots_ahead, config.max_context), []
+        for position, group in enumerate(config.geometry.paged):
+            held = requests[fields.columns][position]
+            lacks.append(jnp.where(rows, jnp.maximum(-(-end // config.group(group).block) - held, 0), 0))
+        return lacks
+
+    def fits(lacks: list[jax.Array]) -> jax.Array:
+        need = [jnp.int32(0)] * len(config.pool_blocks)
+        for group, each in zip(config.geometry.paged, lacks, strict=True):
+            need[config.group_pool[group]] += each.sum(dtype=jnp.int32)
+        return pool.fits(state, need)
+
+    drafts = jnp.zeros(rows.shape, jnp.int32)
+    lacks = fresh(drafts)
+    room = fits(lacks)
+    if config.max_drafts:
+        wanted = _drafts(config, state, rows, expected)
+        more = fresh(wanted)
+        all_fit = fits(more)
+        drafts = jnp.where(all_fit, wanted, 0)
+        lacks = [jnp.where(all_fit, one, other) for one, other in zip(more, lacks, strict=True)]
+        room |= all_fit
+    boundary = _turn_boundary(config, state, rows, planned, drafts)
+    lacks_turn = boundary > 0
+    if config.geometry.recurrent:
+        lacks_turn &= requests[fields.turn_slot.start] == 0
+    return Decodes(rows, planned, drafts, lacks, room, boundary, lacks_turn)
+
+
+def _turn_boundary(
+    config: CacheConfig, state: CacheState, rows: jax.Array, planned: jax.Array, drafts: jax.Array
+) -> jax.Array:
+    """The last hit boundary that a decode may complete, where the turn's end is kept: i32[R], 0: none.
+
+    It saves the state there in the request's own slots. Boundaries overwrite the slots in turn, and one is filed when
+    the request ends: only then is the last boundary known.
+    """
+    if not (config.prefix_caching and config.geometry.recurrent):
+        return jnp.zeros_like(drafts)
+    # Where the row starts if all drafts in flight are refused.
+    start = planned - flights.every(config, state.requests).verifying.sum(0)
+    boundary = (planned + 1 + drafts) // config.geometry.hit_unit * config.geometry.hit_unit
+    return jnp.where(rows & (boundary > start) & (state.policy[TURN_END] > 0), boundary, 0)
+
+
+def _drafts(config: CacheConfig, state: CacheState, rows: jax.Array, expected: jax.Array) -> jax.Array:
+    """Draft tokens that every decoding request may verify within the budget: i32[R]."""
+    room = config.max_context - expected
+    wanted = jnp.minimum(state.requests[layout(config).DRAFTS], room)
+    asked = jnp.where(rows, jnp.clip(wanted, 0, config.max_drafts), 0)
     newest = flights.at(config, state.requests, flights.newest(config, state))
     taken = newest.scheduled.sum(dtype=jnp.int32) + rows.sum(dtype=jnp.int32)
-    before = jnp.cumsum(asked) - asked
-    drafts = jnp.clip(config.token_budget - taken - before, 0, asked)
-    return jnp.where(_fit(config, state, drafts), drafts, 0)
+    return jnp.clip(config.token_budget - taken - sums(asked), 0, asked)
 
 
-def _fit(config: CacheConfig, state: CacheState, drafts: jax.Array) -> jax.Array:
-    """Whether the free blocks suffice for all decodes and these drafts."""
-    fields = layout(config)
-    need = [jnp.int32(0)] * len(config.pool_blocks)
-    for position, group in enumerate(config.geometry.paged):
-        fresh = _upto(config, state, position, drafts) - state.requests[:, fields.columns][:, position]
-        need[config.group_pool[group]] += fresh.sum(dtype=jnp.int32)
-    return pool.fits(state, need)
-
-
-def _upto(config: CacheConfig, state: CacheState, position: int, drafts: jax.Array) -> jax.Array:
-    """Columns that every decoding request must have in a group with a table: i32[R]."""
-    fields = layout(config)
-    block = config.group(config.geometry.paged[position]).block
-    end = jnp.minimum(flights.planned(config, state.requests) + 1 + drafts + config.slots_ahead, config.max_context)
-    held = state.requests[:, fields.columns][:, position]
-    return jnp.where(_decoding(config, state), jnp.maximum(-(-end // block), held), held)
-
-
-def _extend_tables(config: CacheConfig, state: CacheState, rows: jax.Array, drafts: jax.Array) -> CacheState:
+def _extend_tables(config: CacheConfig, state: CacheState, fresh: list[jax.Array]) -> CacheState:
+    """Take so many blocks for every request, by group with a table, and put them behind those it has."""
     fields = layout(config)
     lane = jnp.arange(config.max_requests)
-    uptos = [_upto(config, state, position, drafts) for position in range(len(config.geometry.paged))]
+    held = state.requests[fields.columns]
     for position, group in enumerate(config.geometry.paged):
-        held = state.requests[:, fields.columns][:, position]
-        fresh = jnp.where(rows, uptos[position] - held, 0)
         each = -(-(config.max_append + config.slots_ahead) // config.group(group).block) + 1
-        count, most = fresh.sum(dtype=jnp.int32), each * config.max_requests
+        count, most = fresh[position].sum(dtype=jnp.int32), each * config.max_requests
         state, ids = pool.take(config, state, config.group_pool[group], count, most)
-        before = jnp.cumsum(fresh) - fresh
+        before = sum((ranks(fresh[position] > nth) for nth in range(each)), jnp.int32(0))
         tables = state.tables
         for nth in range(each):
-            at = jnp.where(nth < fresh, config.column_offset[position] + held + nth, tables.shape[1])
+            at = config.column_offset[position] + held[position] + nth
+            at = jnp.where(nth < fresh[position], at, tables.shape[1])
             tables = tables.at[lane, at].set(ids[jnp.minimum(before + nth, most - 1)], mode="drop")
-        requests = state.requests.at[:, fields.columns.start + position].add(fresh)
-        state = state._replace(tables=tables, requests=requests)
+        state = state._replace(tables=tables)
     return state
 
 
-def _keep_turn_end(
-    config: CacheConfig, state: CacheState, rows: jax.Array, drafts: jax.Array
-) -> tuple[CacheState, jax.Array]:
-    """Let decodes that may complete a hit unit save their state in their own turn-end slots: (state, i32[R] last
-    boundary to save, 0: none).
+def _turn_slots(config: CacheConfig, state: CacheState, lacks: jax.Array) -> tuple[CacheState, jax.Array]:
+    """Give turn-end slots to as many of those who lack them as may have them: (state, bool[R] who got some).
 
-    Boundaries overwrite the slots in turn, and one is filed when the request ends: only then is the last boundary
-    known. Slots are optional: they displace no state that was reused, and are given only if a
+    Slots are optional: they displace no state that was reused, and are given only if a
     state stays free for each request that waits, and for one that may come; else the boundary is skipped.
     """
-    fields = layout(config)
-    if not (config.prefix_caching and config.geometry.recurrent):
-        return state, jnp.zeros_like(drafts)
-    end = flights.planned(config, state.requests) + 1 + drafts
-    # Where the row starts if all drafts in flight are refused.
-    start = end - 1 - drafts - flights.every(config, state.requests).verifying.sum(-1)
-    boundary = end // config.geometry.hit_unit * config.geometry.hit_unit
-    crossing = rows & (boundary > start) & (state.policy[TURN_END] > 0)
-    lacks = crossing & (state.requests[:, fields.turn_slot.start] == 0)
-    waiting = (state.requests[:, fields.STATUS] == WAITING).sum(dtype=jnp.int32)
-    idle = (state.requests[:, fields.STATUS] != RUNNING).any().astype(jnp.int32)
+    fields, status = layout(config), state.requests[layout(config).STATUS]
+    waiting = (status == WAITING).sum(dtype=jnp.int32)
+    idle = (status != RUNNING).any().astype(jnp.int32)
     most = fields.turns * config.max_requests
     room = jnp.minimum(spare_states(config, state) - jnp.maximum(waiting, idle), unreused_states(config, state, most))
     room = jnp.where(state.counters[SHORT] > 0, 0, room)
-    granted = lacks & (fields.turns * jnp.cumsum(lacks.astype(jnp.int32)) <= room)
+    nth = fields.turns * ranks(lacks)
+    granted = lacks & (nth + fields.turns <= room)
     count = fields.turns * granted.sum(dtype=jnp.int32)
-    nth = fields.turns * jnp.maximum(jnp.cumsum(granted.astype(jnp.int32)) - 1, 0)
     for position, group in enumerate(config.geometry.recurrent):
         state, ids = pool.take(config, state, config.group_pool[group], count, most)
         for turn in range(fields.turns):
             column = fields.turn_slot.start + turn * fields.recurrent + position
-            slots = jnp.where(granted, ids[nth + turn], state.requests[:, column])
-            state = state._replace(requests=state.requests.at[:, column].set(slots))
-    saved = crossing & (granted | ~lacks)
+            slots = jnp.where(granted, ids[jnp.minimum(nth + turn, most - 1)], state.requests[column])
+            state = state._replace(requests=state.requests.at[column].set(slots))
     skipped = (lacks & ~granted).sum(dtype=jnp.int32)
-    counters = state.counters.at[SKIPPED_STATES].add(skipped)
-    return state._replace(counters=counters), jnp.where(saved, boundary, 0)
+    return state._replace(counters=state.counters.at[SKIPPED_STATES].add(skipped)), granted
 
 
 def spare_states(config: CacheConfig, state: CacheState) -> jax.Array:

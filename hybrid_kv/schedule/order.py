@@ -15,9 +15,9 @@ _LAST = jnp.iinfo(jnp.int32).max
 def first_of(config: CacheConfig, state: CacheState, rows: jax.Array) -> jax.Array:
     """The marked request (bool[R]) that is served first: of the lowest priority number, then the oldest."""
     fields = layout(config)
-    seq = jnp.where(rows, state.requests[:, fields.SEQ], _LAST)
+    seq = jnp.where(rows, state.requests[fields.SEQ], _LAST)
     if config.priority:
-        priority = jnp.where(rows, state.requests[:, fields.PRIORITY], _LAST)
+        priority = jnp.where(rows, state.requests[fields.PRIORITY], _LAST)
         seq = jnp.where(priority == priority.min(), seq, _LAST)
     return jnp.argmin(seq).astype(jnp.int32)
 
@@ -25,10 +25,10 @@ def first_of(config: CacheConfig, state: CacheState, rows: jax.Array) -> jax.Arr
 def last_running(config: CacheConfig, state: CacheState) -> jax.Array:
     """The running request that gives way first: of the highest priority number, then the newest."""
     fields = layout(config)
-    running = state.requests[:, fields.STATUS] == RUNNING
-    seq = jnp.where(running, state.requests[:, fields.SEQ], -1)
+    running = state.requests[fields.STATUS] == RUNNING
+    seq = jnp.where(running, state.requests[fields.SEQ], -1)
     if config.priority:
-        priority = jnp.where(running, state.requests[:, fields.PRIORITY], jnp.iinfo(jnp.int32).min)
+        priority = jnp.where(running, state.requests[fields.PRIORITY], jnp.iinfo(jnp.int32).min)
         seq = jnp.where(running & (priority == priority.max()), seq, -1)
     return jnp.argmax(seq).astype(jnp.int32)
 
@@ -36,9 +36,9 @@ def last_running(config: CacheConfig, state: CacheState) -> jax.Array:
 def comes_after(config: CacheConfig, state: CacheState, one: jax.Array, other: jax.Array) -> jax.Array:
     """Whether request `one` is served after `other`."""
     fields = layout(config)
-    later = state.requests[one, fields.SEQ] > state.requests[other, fields.SEQ]
+    later = state.requests[fields.SEQ, one] > state.requests[fields.SEQ, other]
     if config.priority:
-        mine, its = state.requests[one, fields.PRIORITY], state.requests[other, fields.PRIORITY]
+        mine, its = state.requests[fields.PRIORITY, one], state.requests[fields.PRIORITY, other]
         later = (mine > its) | ((mine == its) & later)
     return later
 

@@ -20,7 +20,8 @@ from hybrid_kv.cache.checkpoints import (
 )
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import Hit, lookup, no_hit
-from hybrid_kv.cache.publish import announce_units, publish_state
+from hybrid_kv.cache.publish import announce_units, publish_states
+from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import (
     ADAPTIVE,
@@ -58,7 +59,7 @@ def budget_left(config: CacheConfig, state: CacheState) -> jax.Array:
 
 def chunk_fits(config: CacheConfig, state: CacheState, row: jax.Array) -> jax.Array:
     """Whether the free blocks suffice for the next chunk of a started prefill."""
-    request, no = state.requests[row], jnp.zeros((), bool)
+    request, no = state.requests[:, row], jnp.zeros((), bool)
     start = flights.planned(config, request)
     end = _end(config, state, row, start, flights.expected(config, request), request[layout(config).points])
     hit = no_hit(config)
@@ -68,7 +69,7 @@ def chunk_fits(config: CacheConfig, state: CacheState, row: jax.Array) -> jax.Ar
 def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array) -> Chunk:
     """Schedule the next chunk of one request, all or nothing. admit: it waits, so it is looked up first."""
     fields = layout(config)
-    request = read_first(lambda state: state.requests[row], state)
+    request = read_first(lambda state: state.requests[:, row], state)
     known = flights.expected(config, request)
     hit = _lookup_if(config, state, row, admit)
     hit = _give_up_if_alone(config, state, request, hit, admit)
@@ -80,7 +81,7 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     length = end - start
     have = _columns_held(config, request, hit, admit)
     upto = jnp.where(admit, known, end) if config.whole_prompts else end
-    others = (state.requests[:, fields.STATUS] == RUNNING).any()
+    others = (state.requests[fields.STATUS] == RUNNING).any()
     reserved = jnp.where(admit & others, state.pools[:, RESERVED], 0)
     done = ~waits & (length > 0) & pool.fits(state, _demand(config, state, have, upto, hit, admit), reserved)
     if config.loads:
@@ -100,7 +101,7 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     request = flights.put(config, request, place, none._replace(scheduled=length, promised=samples))
     request = request.at[fields.DRAFTS].set(0)
     at = jnp.where(done, row, config.max_requests)
-    state = state._replace(requests=state.requests.at[at].set(request, mode="drop"))
+    state = state._replace(requests=state.requests.at[:, at].set(request, mode="drop"))
     state = _emit(config, state, row, start, end, done)
     # A row that was not planned announces nothing.
     return Chunk(announce_units(config, state, row, start, jnp.where(done, end, 0)), done, waits)
@@ -110,7 +111,7 @@ def _end(
     config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array, known: jax.Array, points: jax.Array
 ) -> jax.Array:
     """Where the chunk of a request that begins at `start` ends. The limit holds while several requests live."""
-    live = (state.requests[:, layout(config).STATUS] != FREE).sum(dtype=jnp.int32)
+    live = (state.requests[layout(config).STATUS] != FREE).sum(dtype=jnp.int32)
     share = jnp.where(state.policy[ADAPTIVE] > 0, config.token_budget // jnp.maximum(live, 1), 0)
     limit = jnp.where(live > 1, jnp.maximum(state.policy[CHUNK], share), config.token_budget)
     end = start + jnp.minimum(jnp.minimum(known - start, budget_left(config, state)), limit)
@@ -144,17 +145,15 @@ def _cut(config: CacheConfig, start: jax.Array, end: jax.Array, known: jax.Array
 def _filed(config: CacheConfig, state: CacheState, row: jax.Array, lengths: jax.Array) -> jax.Array:
     """Whether the prefixes of so many tokens have a state, or will have: bool[n]."""
     keys = state.keys[row, jnp.maximum(lengths // config.unit - 1, 0)]
-    filed = jnp.ones(lengths.shape, bool)
-    for group in config.geometry.recurrent:
-        filed &= index.find(state.entries, index.tag(keys, group)).block > 0
-    return filed
+    blocks = read_first(lambda state: index.find(state, keys).blocks, state)
+    return (blocks[:, jnp.array(config.geometry.recurrent)] > 0).all(1)
 
 
 def _give_up_if_alone(config: CacheConfig, state: CacheState, request: jax.Array, hit: Hit, admit: jax.Array) -> Hit:
     """No hit for a request that runs alone and would not fit with its hit: blocks to share and to copy come on top."""
     fields = layout(config)
     need = _demand(config, state, _columns_held(config, request, hit, admit), request[fields.KNOWN], hit, admit)
-    alone = admit & ~(state.requests[:, fields.STATUS] == RUNNING).any()
+    alone = admit & ~(state.requests[fields.STATUS] == RUNNING).any()
     give_up = alone & ~pool.fits(state, need)
     reason = jnp.where(hit.hit > 0, jnp.int32(Reason.CAPPED), hit.reason)
     bare = no_hit(config)._replace(junction=hit.junction, shared=hit.shared, reason=reason)
@@ -162,7 +161,7 @@ def _give_up_if_alone(config: CacheConfig, state: CacheState, request: jax.Array
 
 
 def _lookup_if(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array) -> Hit:
-    request, fields = state.requests[row], layout(config)
+    request, fields = state.requests[:, row], layout(config)
     return jax.lax.cond(
         admit,
         lambda: lookup(config, state, state.keys[row], request[fields.KNOWN], request[fields.FLAGS]),
@@ -212,7 +211,7 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
     no allocation can evict it. A block that the hit ends in is pinned as the source of a copy.
     """
     fields = layout(config)
-    request = state.requests[row]
+    request = state.requests[:, row]
     for position, group in enumerate(config.geometry.paged):
         block = config.group(group).block
         blocks = jnp.where(ok, _hit_blocks(config, hit, position), 0)
@@ -275,19 +274,18 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
     fields = layout(config)
     if not (config.geometry.recurrent and config.prefix_caching):
         return state
-    request = read_first(lambda state: state.requests[row], state)
+    request = read_first(lambda state: state.requests[:, row], state)
     wanted = emission_candidates(config, state, request[fields.points], start, end, request[fields.KNOWN])
     shared, optional = jnp.asarray(is_shared(config)), jnp.asarray(is_optional(config))
     inside = ok & (wanted > 0) & ~_filed(config, state, row, wanted) & ~(optional & (state.counters[SHORT] > 0))
     if not config.saves_anywhere:
         before = wanted < end
         inside &= ~before | config.can_save(start, end, wanted)
-        inside &= ~before | (jnp.cumsum((inside & before).astype(jnp.int32)) <= config.emission.max_per_chunk)
+        inside &= ~before | (ranks(inside & before) < config.emission.max_per_chunk)
     spare = spare_states(config, state)
     room = jnp.where(shared, spare, jnp.minimum(spare, unreused_states(config, state, config.emissions)))
-    chosen = inside & (jnp.cumsum(inside.astype(jnp.int32)) <= room)
-    count = chosen.sum(dtype=jnp.int32)
-    nth = jnp.maximum(jnp.cumsum(chosen.astype(jnp.int32)) - 1, 0)
+    chosen = inside & (ranks(inside) < room)
+    count, nth = chosen.sum(dtype=jnp.int32), ranks(chosen)
     by_group = []
     for group in config.geometry.recurrent:
         state, ids = pool.take(config, state, config.group_pool[group], count, config.emissions)
@@ -300,14 +298,8 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
     at = jnp.where(ok, row, config.max_requests)
     skipped = (inside & ~chosen).sum(dtype=jnp.int32)
     state = state._replace(
-        requests=state.requests.at[at].set(request, mode="drop"),
+        requests=state.requests.at[:, at].set(request, mode="drop"),
         counters=state.counters.at[SKIPPED_STATES].add(skipped),
     )
-    first_to_go = is_first_to_go(config, state, wanted)
-    order = jnp.nonzero(chosen, size=config.emissions, fill_value=0)[0].astype(jnp.int32)
-
-    def file(i, state):
-        first = first_to_go[order[i]]
-        return publish_state(config, state, row, positions[order[i]], slots[order[i]], first, pending=True)
-
-    return jax.lax.fori_loop(0, count, file, state)
+    rung = is_first_to_go(config, state, wanted)
+    return publish_states(config, state, row, positions, slots, rung, pending=True)

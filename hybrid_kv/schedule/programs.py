@@ -10,9 +10,15 @@ import jax
 
 from hybrid_kv.cache.config import CacheConfig
 
-# Transitions are thousands of small operations: optimising their machine code was measured to change
-# no run time and to make compilation a third longer.
-_OPTIONS = {"xla_backend_optimization_level": 1}
+# Transitions are hundreds of small operations: optimising their machine code was measured to change
+# no run time and to make compilation a third longer; handing one to several threads takes longer than it; and constants
+# that are moved out of loops are computed even where the loop has no round.
+_OPTIONS = {
+    "xla_backend_optimization_level": 1,
+    "xla_cpu_multi_thread_eigen": False,
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
+}
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def _prefills_wait(config: CacheConfig, state: CacheState) -> jax.Array:
     fields, requests, last = layout(config), state.requests, state.counters[LAST_PREFILL]
     soon = (last > 0) & (state.counters[PLANNED] - last < state.policy[PREFILL_EVERY])
     decoding = flights.planned(config, requests) >= flights.expected(config, requests) - 1
-    return soon & ((requests[:, fields.STATUS] == RUNNING) & decoding).any()
+    return soon & ((requests[fields.STATUS] == RUNNING) & decoding).any()
 
 
 def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loop:
@@ -99,46 +99,61 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
 
     Both are loops of at most one round: a conditional would copy the state.
     """
+    no = jnp.zeros((), bool)
 
-    def lacks_room(state: CacheState) -> jax.Array:
+    def prefill_lacks_room(state: CacheState) -> jax.Array:
         one = _next(config, loop, state, preempted_before)
         later = comes_after(config, state, last_running(config, state), one.row)
-        prefill = one.exists & ~one.admit & later & ~chunk_fits(config, state, one.row)
-        return jnp.where(loop.decoded, prefill, ~decodes_fit(config, state))
+        return one.exists & ~one.admit & later & ~chunk_fits(config, state, one.row)
+
+    def lacks_room(state: CacheState) -> jax.Array:
+        # Of these two a conditional copies nothing: they only read.
+        return jax.lax.cond(loop.decoded, prefill_lacks_room, lambda state: ~decodes_fit(config, state), state)
+
+    def chunk(_, carry):
+        state = carry[0]
+        one = _next(config, loop, state, preempted_before)
+
+        def give(_, carry):
+            return tuple(schedule_chunk(config, carry[0], one.row, one.admit))
+
+        state, done, waits = jax.lax.fori_loop(0, one.exists.astype(jnp.int32), give, (state, no, no))
+        refused = one.exists & ~done & ~waits
+        stop = ~one.exists | (refused & one.admit)
+        return state, loop.tried.at[one.row].max(one.exists), done, refused, stop
 
     state = jax.lax.while_loop(lacks_room, lambda state: preempt_last(config, state), loop.state)
-    one = _next(config, loop, state, preempted_before)
-    some = loop.decoded & one.exists
-    no = jnp.zeros((), bool)
-    state = jax.lax.fori_loop(0, 1 - loop.decoded, lambda _, state: schedule_decodes(config, state), state)
-    state, done, waits = jax.lax.fori_loop(
-        0, some.astype(jnp.int32), lambda _, carry: tuple(schedule_chunk(config, carry[0], one.row, one.admit)),
-        (state, no, no),
-    )  # fmt: skip
-    rows = loop.rows + done
-    refused = some & ~done & ~waits
-    stop = loop.decoded & (~one.exists | (refused & one.admit))
-    stop |= (rows >= config.max_prefills) | (budget_left(config, state) <= 0)
-    return _Loop(
-        state=state,
-        decoded=jnp.ones((), bool),
-        deferring=loop.deferring,
-        tried=loop.tried.at[one.row].max(some),
-        rows=rows,
-        stop=stop,
-        short=loop.short | refused,
-    )
+    decodes, chunks = 1 - loop.decoded.astype(jnp.int32), loop.decoded.astype(jnp.int32)
+    state = jax.lax.fori_loop(0, decodes, lambda _, state: schedule_decodes(config, state), state)
+    state, tried, done, refused, stop = jax.lax.fori_loop(0, chunks, chunk, (state, loop.tried, no, no, no))
+    after = loop._replace(state=state, decoded=~no, tried=tried, rows=loop.rows + done, short=loop.short | refused)
+    stop |= (after.rows >= config.max_prefills) | (budget_left(config, state) <= 0)
+    started, waiting = _candidates(config, after, state, preempted_before)
+    return after._replace(stop=stop | ~(started | waiting).any())
+
+
+def _candidates(
+    config: CacheConfig, loop: _Loop, state: CacheState, preempted_before: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Prefills that may have their turn, as of `prefills`."""
+    turn = ~loop.tried & ~loop.deferring
+    started, waiting = prefills(config, state)
+    return started & turn, waiting & turn & (state.counters[PREEMPTED] == preempted_before)
+
+
+def prefills(config: CacheConfig, state: CacheState) -> tuple[jax.Array, jax.Array]:
+    """Requests that could have a row besides those that have one in the step being planned: those that run, and those
+    that wait, bool[R] each. Of the former some decode, until the decodes are planned."""
+    fields = layout(config)
+    status = state.requests[fields.STATUS]
+    room = (status == RUNNING).sum(dtype=jnp.int32) < state.policy[ACTIVE]
+    # What a preempted request has to compute is known once the rows in flight have given their tokens.
+    ready = flights.every(config, state.requests).promised.sum(0) == 0
+    ready &= (state.requests[fields.LOAD] == NOTHING) | (state.requests[fields.LOAD] == BROUGHT)
+    return flights.has_work(config, state), (status == WAITING) & ready & room
 
 
 def _next(config: CacheConfig, loop: _Loop, state: CacheState, preempted_before: jax.Array) -> _Next:
-    fields = layout(config)
-    status = state.requests[:, fields.STATUS]
-    turn = ~loop.tried & ~loop.deferring
-    started = flights.has_work(config, state) & turn
-    room = (status == RUNNING).sum(dtype=jnp.int32) < state.policy[ACTIVE]
-    # What a preempted request has to compute is known once the rows in flight have given their tokens.
-    ready = flights.every(config, state.requests).promised.sum(-1) == 0
-    ready &= (state.requests[:, fields.LOAD] == NOTHING) | (state.requests[:, fields.LOAD] == BROUGHT)
-    waiting = (status == WAITING) & ready & turn & room & (state.counters[PREEMPTED] == preempted_before)
+    started, waiting = _candidates(config, loop, state, preempted_before)
     admit = ~started.any()
-    return _Next(first_of(config, state, jnp.where(admit, waiting, started)), started.any() | waiting.any(), admit)
+    return _Next(first_of(config, state, jnp.where(admit, waiting, started)), (started | waiting).any(), admit)

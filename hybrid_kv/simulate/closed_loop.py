@@ -57,13 +57,13 @@ def step(config: CacheConfig, workload: Workload, progress: Progress) -> tuple[P
     state = schedule(config, state)
     requests = state.requests
     row = flights.at(config, requests, flights.newest(config, state))
-    length, known = row.scheduled, requests[:, fields.KNOWN]
-    admitted = (requests[:, fields.ADMITTED] > 0) & (length > 0)
+    length, known = row.scheduled, requests[fields.KNOWN]
+    admitted = (requests[fields.ADMITTED] > 0) & (length > 0)
     decisions = Decisions(
         owner=jnp.where(length > 0, owner, -1),
-        start=requests[:, fields.COMPUTED],
+        start=requests[fields.COMPUTED],
         length=length,
-        hit=jnp.where(admitted, requests[:, fields.HIT], -1),
+        hit=jnp.where(admitted, requests[fields.HIT], -1),
         preempted=state.counters[PREEMPTED],
     )
     produced = row.promised
@@ -82,7 +82,7 @@ def serve(config: CacheConfig, workload: Workload, progress: Progress, steps: in
 
 def _arrive(config: CacheConfig, workload: Workload, progress: Progress) -> tuple[CacheState, jax.Array, jax.Array]:
     count = workload.prompt.shape[0]
-    free = (progress.state.requests[:, layout(config).STATUS] == FREE).any()
+    free = (progress.state.requests[layout(config).STATUS] == FREE).any()
     comes = free & (progress.arrived < count)
     nth = jnp.minimum(progress.arrived, count - 1)
 

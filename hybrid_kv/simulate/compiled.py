@@ -165,8 +165,8 @@ class Core:
         for slot, request in enumerate(self._slots):
             if request is None:
                 continue
-            row, length = after.requests[slot], int(flight.scheduled[slot])
-            if row[fields.PREEMPTIONS] > before.requests[slot][fields.PREEMPTIONS]:
+            row, length = after.requests[:, slot], int(flight.scheduled[slot])
+            if row[fields.PREEMPTIONS] > before.requests[:, slot][fields.PREEMPTIONS]:
                 step.preempted.append(request.name)
             if not (fresh and length):
                 continue
@@ -233,7 +233,7 @@ class Core:
 
     @property
     def running(self) -> list[str]:
-        status = self._seen.requests[:, layout(self.config).STATUS]
+        status = self._seen.requests[layout(self.config).STATUS]
         return [one.name for slot, one in enumerate(self._slots) if one and status[slot] == RUNNING]
 
     @property

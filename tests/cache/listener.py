@@ -9,7 +9,7 @@ import numpy as np
 from hybrid_kv.cache import events, index
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.drafts import Draft
-from hybrid_kv.cache.state import DONE, GROUP, OWNER, PENDING_FROM, PENDING_STEP, PLACES, CacheState
+from hybrid_kv.cache.state import DONE, OWNERS, PENDING_FROM, PENDING_STEP, PLACES, CacheState
 from hybrid_kv.hashing import KEY_WORDS
 
 
@@ -68,13 +68,12 @@ def filed(config: CacheConfig, state: CacheState) -> collections.Counter[tuple]:
     """(group, key, block in its pool, unit) of everything in the index that is not of a step in flight."""
     blocks, entries = np.asarray(state.blocks), np.asarray(state.entries)
     found: collections.Counter[tuple] = collections.Counter()
-    for place in np.flatnonzero(entries[:, OWNER]):
-        group, block = int(entries[place, GROUP]), int(entries[place, OWNER])
-        (unit,) = np.flatnonzero(blocks[block, PLACES:] == place + 1)
+    for place, group in np.argwhere(entries[:, OWNERS:]).tolist():
+        block = int(entries[place, OWNERS + group])
+        (unit,) = np.flatnonzero(blocks[block, PLACES:] == place * index.groups_of(state) + group + 1)
         row = blocks[block]
         if row[PENDING_STEP] > np.asarray(state.counters)[DONE] and unit >= row[PENDING_FROM]:
             continue
         key = entries[place, :KEY_WORDS].astype("<u4")
-        key[-1] ^= index.mark_of(np.uint32([group]))[0]
         found[group, key.tobytes(), block - config.offset(group), int(unit)] += 1
     return found

@@ -137,8 +137,7 @@ def test_a_hole_ends_the_hit():
     tokens = prompt(0, 65)
     serve(serving, tokens)
     chain = np.asarray(serving.state.keys)
-    key = index.tag(jnp.asarray(chain[0, 1]), 0)
-    block = index.find(serving.state.entries, key[None]).block
+    block = index.find(serving.state, jnp.asarray(chain[0, 1:2])).blocks[:, 0]
     serving.state = index.remove_blocks(serving.state, block)
     assert serve(serving, tokens) == 0
     assert serving.admissions[-1][2:] == (16, "NO_STATE")
@@ -341,7 +340,7 @@ def test_limits_hold_while_others_run():
 
 def test_the_state_has_few_arrays_and_starts_clean():
     state = initial_state(config())
-    assert len(state) == 12
+    assert len(state) == 13
     Serving(config()).assert_sound()
 
 
@@ -398,14 +397,14 @@ def test_evicting_an_old_copy_does_not_hide_a_newer_one():
     serving = Serving(CacheConfig(geometry, (20, 20), (0, 1), max_requests=2, max_context=256, token_budget=256))
     stem = prompt(0, 16)
     serve(serving, [*stem, *prompt(1, 17)])
-    key = index.tag(jnp.asarray(np.asarray(serving.state.keys)[0, 0]), 0)
-    old = int(index.find(serving.state.entries, key[None]).block[0])
+    key = jnp.asarray(np.asarray(serving.state.keys)[0, 0])
+    old = int(index.find(serving.state, key).blocks[0])
     serving.add([*stem, *prompt(2, 17)], flags=SKIP_READ)
     serving.run()
-    newest = int(index.find(serving.state.entries, key[None]).block[0])
+    newest = int(index.find(serving.state, key).blocks[0])
     assert 0 < old != newest > 0
     serve(serving, [*stem, *prompt(3, 17)])
-    newest = int(index.find(serving.state.entries, key[None]).block[0])
+    newest = int(index.find(serving.state, key).blocks[0])
     serving.add([*stem, *prompt(4, 17)])
     plan = serving.step()
     assert plan.hit[0] == 16 and int(plan.copies[0][0, 0]) == newest

@@ -28,7 +28,7 @@ def serving(blocks=(21, 21)) -> Serving:
 
 
 def column(core: Serving, slot: int, name: int) -> int:
-    return int(core.state.requests[slot, name])
+    return int(core.state.requests[name, slot])
 
 
 def free(core: Serving) -> list[int]:

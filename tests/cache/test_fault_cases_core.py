@@ -13,7 +13,7 @@ import pytest
 from hybrid_kv.cache import events
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import OWNER, TOLD, initial_state
+from hybrid_kv.cache.state import OWNERS, TOLD, initial_state
 from hybrid_kv.cache.statistics import count_admission, statistics
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
@@ -294,7 +294,7 @@ def test_totals_of_tokens_go_beyond_31_bits():
 
 
 def index_size(core: Serving) -> int:
-    return int((np.asarray(core.state.entries)[:, OWNER] > 0).sum())
+    return int((np.asarray(core.state.entries)[:, OWNERS:] > 0).sum())
 
 
 def told(core: Serving) -> int:
