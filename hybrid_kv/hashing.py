@@ -1,10 +1,12 @@
 """The block-hash chain: one key per hash unit, each naming its whole prefix and all it depends on.
 
-    key_i = BLAKE2s-128( key_{i-1} | tokens [iH, (i+1)H + L) as little-endian int32 | extra_i )
+    key_i = BLAKE2s-128( extra_i | tokens [iH, (i+1)H + L) as little-endian int32 | key_{i-1} )
 
 H: tokens of a unit. L: lookahead tokens, which a key proves besides its own (0: none). Both are in BLAKE2s's
 personalisation, so chains of unlike H or L never meet. extra_i: 16 bytes, `extra_digest` of what the content of
-the same range depends on besides tokens: adapter, media, embeddings; zeros where there is nothing.
+the same range depends on besides tokens: adapter, media, embeddings; zeros where there is nothing. All three have
+fixed lengths, so no message reads as another. The extra goes first, since units mostly have the same one: BLAKE2s with
+it inside is made once and copied.
 
 `seed` stands in for key_{-1}: it folds an optional secret and an optional salt, so prefixes under
 different salts, or in processes with different secrets, never meet. BLAKE2s (RFC 7693) works on 32-bit
@@ -16,7 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import secrets
+import struct
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +135,8 @@ def extra_digest(extra: ExtraKeys, start: int, stop: int) -> bytes:
 
 def extra_digests(extra: ExtraKeys, first: int, count: int, unit: int, lookahead: int = 0) -> np.ndarray:
     """`extra_digest` of units first .. first + count - 1, each with its lookahead: uint32[count, 4]."""
+    if extra.adapter is None and not extra.media and extra.embeddings is None:
+        return np.zeros((count, KEY_WORDS), np.uint32)
     starts = range(first * unit, (first + count) * unit, unit)
     data = b"".join(extra_digest(extra, start, start + unit + lookahead) for start in starts)
     return _words(data).reshape(count, KEY_WORDS)
@@ -154,21 +161,36 @@ def chain(
     Returns uint32[(T - lookahead) // unit, 4].
     """
     count = key_count(len(tokens), unit, lookahead)
-    if extras is None:
-        extras = np.zeros((count, KEY_WORDS), np.uint32)
-    _check_extras(extras.shape, count)
-    step, width = 4 * unit, 4 * (unit + lookahead)
-    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-    extra = np.ascontiguousarray(extras, dtype="<u4").tobytes()
+    if extras is not None:
+        _check_extras(extras.shape, count)
+    if not count:
+        return np.zeros((0, KEY_WORDS), np.uint32)
+    covered = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, "<i4"), unit + lookahead)[::unit]
+    pieces = struct.iter_unpack(f"{4 * (unit + lookahead)}s", covered[:count].tobytes())
     empty = hashlib.blake2s(digest_size=_DIGEST_BYTES, person=_person(unit, lookahead))
     key = parent.astype("<u4").tobytes()
-    out = bytearray()
-    for i in range(count):
-        link = empty.copy()
-        link.update(key + data[i * step : i * step + width] + extra[i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES])
-        key = link.digest()
-        out += key
-    return _words(bytes(out)).reshape(count, KEY_WORDS)
+    keys: list[bytes] = []
+    for extra, units in _runs(extras, count):
+        begun = empty.copy()
+        begun.update(extra)
+        for (piece,) in itertools.islice(pieces, units):
+            link = begun.copy()
+            link.update(piece)
+            link.update(key)
+            key = link.digest()
+            keys.append(key)
+    return _words(b"".join(keys)).reshape(count, KEY_WORDS)
+
+
+def _runs(extras: np.ndarray | None, count: int) -> Iterator[tuple[bytes, int]]:
+    """The extras of `count` units as (16 bytes, how many units in a row have it)."""
+    if extras is None:
+        yield bytes(_DIGEST_BYTES), count
+        return
+    extras = np.asarray(extras[:count], "<u4")
+    starts = [0, *(np.flatnonzero((extras[1:] != extras[:-1]).any(1)) + 1).tolist(), count]
+    for start, stop in itertools.pairwise(starts):
+        yield extras[start].tobytes(), stop - start
 
 
 class KeyChain:
@@ -304,7 +326,8 @@ def chain_jnp(
     padding = jnp.zeros(blocks * 16 - words, jnp.uint32)
 
     def one_unit(key, item):
-        message = jnp.concatenate([key, *item, padding])
+        piece, extra = item
+        message = jnp.concatenate([extra, piece, key, padding])
 
         def one_block(state, item):
             block, byte_count, last = item

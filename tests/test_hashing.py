@@ -33,7 +33,7 @@ def equal_keys(a: np.ndarray, b: np.ndarray) -> list[bool]:
 # Values, written out with hashlib
 
 
-def test_a_key_is_the_blake2s_of_parent_tokens_lookahead_and_extra():
+def test_a_key_is_the_blake2s_of_extra_tokens_lookahead_and_parent():
     tokens, unit, lookahead = [5, -1, 7, 8, 9, 10], 2, 1
     extra = ExtraKeys(Adapter("a", "/p"), (Media("cat", 1, 2),), np.ones((3, 2), np.float32))
     parent = hashlib.blake2s(struct.pack("<Q", 4) + b"salt" + b"s" * 16, digest_size=16).digest()
@@ -54,7 +54,7 @@ def test_a_key_is_the_blake2s_of_parent_tokens_lookahead_and_extra():
         covered = struct.pack("<3i", *tokens[unit_index * unit : unit_index * unit + 3])
         digest = hashlib.blake2s(part, digest_size=16).digest()
         person = struct.pack("<II", unit, lookahead)
-        parent = hashlib.blake2s(parent + covered + digest, digest_size=16, person=person).digest()
+        parent = hashlib.blake2s(digest + covered + parent, digest_size=16, person=person).digest()
         want.append(np.frombuffer(parent, "<u4").tolist())
     extras = hashing.extra_digests(extra, 0, 2, unit, lookahead)
     got = hashing.chain(np.array(tokens), unit, hashing.seed("salt", b"s" * 16), extras, lookahead)
@@ -109,7 +109,7 @@ def test_a_chain_that_grows_equals_one_from_scratch(cuts, unit, lookahead, media
 def test_a_step_hashes_only_the_units_it_completes(monkeypatch):
     real, ranges = hashing.extra_digest, []
     monkeypatch.setattr(hashing, "extra_digest", lambda *args: ranges.append(args[1:]) or real(*args))
-    growing = hashing.KeyChain(4, hashing.seed(), lookahead=1)
+    growing = hashing.KeyChain(4, hashing.seed(), ExtraKeys(Adapter("a")), lookahead=1)
     for end in range(1, 14):
         growing.extend(TOKENS[:end])
     assert ranges == [(0, 5), (4, 9), (8, 13)]
