@@ -141,8 +141,6 @@ def extra_digest(extra: ExtraKeys, start: int, stop: int) -> bytes:
 
 def extra_digests(extra: ExtraKeys, first: int, count: int, unit: int, lookahead: int = 0) -> np.ndarray:
     """`extra_digest` of units first .. first + count - 1, each with its lookahead: uint32[count, 4]."""
-    if extra.adapter is None and not extra.media and extra.embeddings is None:
-        return np.zeros((count, KEY_WORDS), np.uint32)
     starts = range(first * unit, (first + count) * unit, unit)
     data = b"".join(extra_digest(extra, start, start + unit + lookahead) for start in starts)
     return _words(data).reshape(count, KEY_WORDS)
@@ -239,11 +237,15 @@ class KeyChain:
         """
         new = max(key_count(len(tokens), self.unit, self.lookahead) - self.units, 0)
         first = self.units * self.unit
-        extras = extra_digests(self.extra, self.units, new, self.unit, self.lookahead)
-        fresh = tokens[first : first + new * self.unit + self.lookahead] if new else tokens[:0]
+        if not new:
+            return np.zeros((0, KEY_WORDS), np.uint32)
+        extras = None
+        if self.extra.adapter is not None or self.extra.media or self.extra.embeddings is not None:
+            extras = extra_digests(self.extra, self.units, new, self.unit, self.lookahead)
+        fresh = tokens[first : first + new * self.unit + self.lookahead]
         keys = chain(fresh, self.unit, self._parent, extras, self.lookahead)
         self.units += new
-        self._parent = keys[-1] if new else self._parent
+        self._parent = keys[-1]
         return keys
 
 
