@@ -1,10 +1,16 @@
 """The block-hash chain: one key per hash unit, each naming its whole prefix and all it depends on.
 
-    key_i = BLAKE2s-128( key_{i-1} | tokens [iH, (i+1)H + L) as little-endian int32 | extra_i )
+    key_i = BLAKE2s-128( extra_i | tokens [iH, (i+1)H + L) | key_{i-1} )
 
 H: tokens of a unit. L: lookahead tokens, which a key proves besides its own (0: none). Both are in BLAKE2s's
 personalisation, so chains of unlike H or L never meet. extra_i: 16 bytes, `extra_digest` of what the content of
-the same range depends on besides tokens: adapter, media, embeddings; zeros where there is nothing.
+the same range depends on besides tokens: adapter, media, embeddings; zeros where there is nothing. The extra goes
+first, since units mostly have the same one: BLAKE2s with it inside is made once and copied.
+
+The n tokens of a unit are written in 20 bits each if all of them are in [0, 2**20): the low 16 bits of each as
+little-endian, then h = ceil(n / 2) bytes with the high 4 bits of token j and of token j + h. Otherwise they are n
+little-endian int32. The length of the message says which, and all else in it has a fixed length, so no message reads as
+another; and 64 tokens with parent and extra are three blocks of BLAKE2s.
 
 `seed` stands in for key_{-1}: it folds an optional secret and an optional salt, so prefixes under
 different salts, or in processes with different secrets, never meet. BLAKE2s (RFC 7693) works on 32-bit
@@ -16,7 +22,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import secrets
+import struct
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +36,8 @@ from hybrid_kv.errors import UserError
 KEY_WORDS = 4
 _DIGEST_BYTES = 4 * KEY_WORDS
 _LEAST_SECRET = 16
+# Tokens below 2**_NARROW are written in so many bits.
+_NARROW = 20
 
 
 def new_secret() -> bytes:
@@ -154,21 +165,54 @@ def chain(
     Returns uint32[(T - lookahead) // unit, 4].
     """
     count = key_count(len(tokens), unit, lookahead)
-    if extras is None:
-        extras = np.zeros((count, KEY_WORDS), np.uint32)
-    _check_extras(extras.shape, count)
-    step, width = 4 * unit, 4 * (unit + lookahead)
-    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-    extra = np.ascontiguousarray(extras, dtype="<u4").tobytes()
+    if extras is not None:
+        _check_extras(extras.shape, count)
+    if not count:
+        return np.zeros((0, KEY_WORDS), np.uint32)
+    own = np.ascontiguousarray(tokens, "<i4")
+    if lookahead:
+        covered = own[np.arange(count)[:, None] * unit + np.arange(unit + lookahead)]
+    else:
+        covered = own[: count * unit].reshape(count, unit)
+    narrow = np.bitwise_or.reduce(covered.view("<u4"), 1) < 1 << _NARROW
     empty = hashlib.blake2s(digest_size=_DIGEST_BYTES, person=_person(unit, lookahead))
     key = parent.astype("<u4").tobytes()
-    out = bytearray()
-    for i in range(count):
-        link = empty.copy()
-        link.update(key + data[i * step : i * step + width] + extra[i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES])
-        key = link.digest()
-        out += key
-    return _words(bytes(out)).reshape(count, KEY_WORDS)
+    keys: list[bytes] = []
+    for start, stop in _runs(narrow, extras):
+        begun = empty.copy()
+        begun.update(bytes(_DIGEST_BYTES) if extras is None else extras[start].astype("<u4").tobytes())
+        for (piece,) in _pieces(covered[start:stop], bool(narrow[start])):
+            link = begun.copy()
+            link.update(piece)
+            link.update(key)
+            key = link.digest()
+            keys.append(key)
+    return _words(b"".join(keys)).reshape(count, KEY_WORDS)
+
+
+def _runs(narrow: np.ndarray, extras: np.ndarray | None) -> Iterator[tuple[int, int]]:
+    """Units (start, stop) that follow each other with the same extra and tokens written the same way."""
+    if extras is None and narrow.all():
+        return iter([(0, len(narrow))])
+    other = narrow[1:] != narrow[:-1]
+    if extras is not None:
+        other |= (extras[1 : len(narrow)] != extras[: len(narrow) - 1]).any(1)
+    return itertools.pairwise([0, *(np.flatnonzero(other) + 1).tolist(), len(narrow)])
+
+
+def _pieces(tokens: np.ndarray, narrow: bool) -> Iterator[tuple[bytes]]:
+    """The tokens of units, i32[U, n], as the messages have them."""
+    if narrow:
+        count, n = tokens.shape
+        half = -(-n // 2)
+        halves = tokens.view("<u2")
+        high = halves[:, 1::2].astype(np.uint8)
+        packed = np.empty((count, 2 * n + half), np.uint8)
+        packed[:, : 2 * n].view("<u2")[:] = halves[:, ::2]
+        packed[:, 2 * n :] = high[:, :half]
+        packed[:, 2 * n : 3 * n - half] |= high[:, half:] << 4
+    data = packed if narrow else tokens
+    return struct.iter_unpack(f"{data.nbytes // len(data)}s", data.tobytes())
 
 
 class KeyChain:
@@ -193,11 +237,15 @@ class KeyChain:
         """
         new = max(key_count(len(tokens), self.unit, self.lookahead) - self.units, 0)
         first = self.units * self.unit
-        extras = extra_digests(self.extra, self.units, new, self.unit, self.lookahead)
-        fresh = tokens[first : first + new * self.unit + self.lookahead] if new else tokens[:0]
+        if not new:
+            return np.zeros((0, KEY_WORDS), np.uint32)
+        extras = None
+        if self.extra.adapter is not None or self.extra.media or self.extra.embeddings is not None:
+            extras = extra_digests(self.extra, self.units, new, self.unit, self.lookahead)
+        fresh = tokens[first : first + new * self.unit + self.lookahead]
         keys = chain(fresh, self.unit, self._parent, extras, self.lookahead)
         self.units += new
-        self._parent = keys[-1] if new else self._parent
+        self._parent = keys[-1]
         return keys
 
 
@@ -284,6 +332,15 @@ def _compress(state: jax.Array, block: jax.Array, byte_count: jax.Array, last: j
     return state ^ jnp.concatenate([a, b]) ^ jnp.concatenate([c, d])
 
 
+def _bytes(words: jax.Array) -> jax.Array:
+    """Unsigned integers [n] as little-endian bytes, uint8."""
+    return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)
+
+
+def _length(parts: list[jax.Array]) -> int:
+    return sum(part.shape[0] for part in parts)
+
+
 def chain_jnp(
     tokens: jax.Array, unit: int, parent: jax.Array, extras: jax.Array | None = None, lookahead: int = 0
 ) -> jax.Array:
@@ -296,22 +353,31 @@ def chain_jnp(
     count = key_count(tokens.shape[0], unit, lookahead)
     extras = jnp.zeros((count, KEY_WORDS), jnp.uint32) if extras is None else extras
     _check_extras(extras.shape, count)
-    words = 2 * KEY_WORDS + unit + lookahead
-    blocks = -(-words // 16)
+    size, half = unit + lookahead, -(-(unit + lookahead) // 2)
+    blocks = -(-(2 * _DIGEST_BYTES + 4 * size) // 64)
     # RFC 7693, parameter block: digest length, no key, fanout 1, depth 1; personalisation in the last two words.
     start = jnp.array(_IV) ^ jnp.array([0x01010000 | _DIGEST_BYTES, 0, 0, 0, 0, 0, unit, lookahead], jnp.uint32)
-    counts = jnp.minimum(jnp.arange(1, blocks + 1, dtype=jnp.uint32) * 64, jnp.uint32(4 * words))
-    padding = jnp.zeros(blocks * 16 - words, jnp.uint32)
+
+    def message(key: jax.Array, piece: jax.Array, extra: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """uint32[blocks, 16] and how many bytes of it count."""
+        high = jnp.pad((piece >> 16).astype(jnp.uint8), (0, 2 * half - size))
+        low = _bytes((piece & 0xFFFF).astype(jnp.uint16))
+        narrow = [_bytes(extra), low, high[:half] | (high[half:] << 4), _bytes(key)]
+        wide = [_bytes(extra), _bytes(piece), _bytes(key)]
+        padded = [jnp.pad(jnp.concatenate(parts), (0, 64 * blocks - _length(parts))) for parts in (narrow, wide)]
+        fits = (piece >> _NARROW == 0).all()
+        words = jax.lax.bitcast_convert_type(jnp.where(fits, padded[0], padded[1]).reshape(-1, 4), jnp.uint32)
+        return words.reshape(blocks, 16), jnp.where(fits, _length(narrow), _length(wide)).astype(jnp.uint32)
 
     def one_unit(key, item):
-        message = jnp.concatenate([key, *item, padding])
+        words, length = message(key, *item)
 
         def one_block(state, item):
-            block, byte_count, last = item
-            return _compress(state, block, byte_count, last), None
+            block, before = item
+            after = _compress(state, block, jnp.minimum(before + 64, length), before + 64 >= length)
+            return jnp.where(before < length, after, state), None
 
-        items = (message.reshape(blocks, 16), counts, jnp.arange(blocks) == blocks - 1)
-        state, _ = jax.lax.scan(one_block, start, items)
+        state, _ = jax.lax.scan(one_block, start, (words, 64 * jnp.arange(blocks, dtype=jnp.uint32)))
         return state[:KEY_WORDS], state[:KEY_WORDS]
 
     at = jnp.arange(count)[:, None] * unit + jnp.arange(unit + lookahead)

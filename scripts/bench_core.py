@@ -1,105 +1,68 @@
 #!/usr/bin/env python3
-"""Time of a decode step of the core, schedule and commit, with everything running.
+"""What the core costs on the host, against its bars: medians, for one MLA group with one and with three recurrent ones.
 
-    .venv/bin/python scripts/bench_core.py [--running 64 256 1024] [--steps 300] [--json]
+    .venv/bin/python scripts/bench_core.py [--only decode lookup ...] [--running 64 256 1024] [--steps 200] [--json]
+                                           [--plot FILE]
 
-One MLA group with one, and with three, recurrent groups; blocks and hash units of 64 tokens; prompts of 1,000 to 2,000
-tokens. Every step gives each request a token and now and then completes a unit. Medians, and the worst step.
+Blocks and hash units of 64 tokens. decode: schedule and commit while everything decodes. flat: the same at long
+contexts and in large pools. lookup: of 131,072 tokens. hash: keys on the host. admission: 1,000 requests that share
+half of their prompts. mix: prefills beside decodes. cold: nothing shared, with the cache and without. size: bytes and
+compilation. No model runs; keys are drawn where they are not what is measured. Nearly all of the time is compilation.
 """
 
 import argparse
-import json
-import statistics
-import time
+from pathlib import Path
 
-import jax
-import numpy as np
+from hybrid_kv.cache import transitions
+from hybrid_kv.errors import UserError
+from hybrid_kv.plan import plan_step
+from hybrid_kv.simulate.benchmark import measures
+from hybrid_kv.simulate.benchmark.report import as_json, as_text, write_png
 
-from hybrid_kv import hashing
-from hybrid_kv.cache import flights, transitions
-from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import RUNNING, initial_state, layout
-from hybrid_kv.geometry import GroupSpec, resolve
-from hybrid_kv.schedule.programs import compiled
-from hybrid_kv.schedule.step import schedule
-
-UNIT, SHORTEST, LONGEST = 64, 1_000, 2_000
+KINDS = ("hash", "decode", "flat", "lookup", "admission", "mix", "cold", "size")
+# What an engine compiles.
+ENGINE = {"plan": plan_step} | {
+    name: getattr(transitions, name) for name in ("arrive", "commit", "withdraw", "abort", "reset")
+}
 
 
-def configuration(running: int, recurrent: int) -> CacheConfig:
-    """Room for `running` requests of the longest prompt and 1,000 more tokens."""
-    groups = [GroupSpec("mla", "mla", UNIT), *(GroupSpec(f"kda{n}", "recurrent", UNIT) for n in range(recurrent))]
-    context = LONGEST + 1_000
-    blocks = running * (-(-context // UNIT) + 2)
-    return CacheConfig(
-        resolve(groups, hash_unit=UNIT),
-        pool_blocks=(blocks, *[8 * running] * recurrent),
-        group_pool=tuple(range(1 + recurrent)),
-        max_requests=running,
-        max_context=context,
-        token_budget=max(16_384, running),
-    )
-
-
-def measure(running: int, recurrent: int, steps: int) -> dict:
-    """Seconds of compilation, and milliseconds of schedule and of commit."""
-    config = configuration(running, recurrent)
-    fields = layout(config)
-    arrive, plan, commit = (compiled(one, config) for one in (transitions.arrive, schedule, transitions.commit))
-    state, rng = initial_state(config), np.random.default_rng(0)
-    started = time.perf_counter()
-    for _ in range(running):
-        length = int(rng.integers(SHORTEST, LONGEST))
-        chain = hashing.chain(rng.integers(0, 1 << 17, length).astype(np.int32), UNIT, hashing.seed())
-        keys = np.zeros((config.units, hashing.KEY_WORDS), np.uint32)
-        keys[: len(chain)] = chain
-        state, _ = arrive(state, np.int32(length), np.int32(0), keys)
-    finished = np.zeros(running, bool)
-    times: dict[str, list[float]] = {"schedule": [], "commit": [], "both": []}
-    compile_seconds = None
-    while len(times["both"]) < steps:
-        start = time.perf_counter()
-        state = plan(state)
-        state.requests.block_until_ready()
-        planned = time.perf_counter()
-        rows = np.asarray(state.requests)
-        row = jax.device_get(flights.at(config, state.requests, 0))
-        scheduled, produced = row.scheduled, row.promised
-        keys = rng.integers(0, 1 << 32, (running, 1, hashing.KEY_WORDS), dtype=np.uint32)
-        outcome = transitions.Outcome(produced, finished, keys)
-        handed = time.perf_counter()
-        state = commit(state, outcome)
-        state.requests.block_until_ready()
-        ended = time.perf_counter()
-        compile_seconds = compile_seconds or ended - started
-        if (rows[:, fields.STATUS] == RUNNING).all() and (scheduled == 1).all():
-            times["schedule"].append(planned - start)
-            times["commit"].append(ended - handed)
-            times["both"].append(planned - start + ended - handed)
-    result = {name: round(1e3 * statistics.median(values), 3) for name, values in times.items()}
+def measure(kind: str, recurrent: int, options: argparse.Namespace) -> list[measures.Line]:
+    """Lines of one kind for one number of recurrent groups."""
+    if kind == "decode":
+        lines = [measures.decode_steps(recurrent, running, options.steps) for running in options.running]
+        return [line for part in lines for line in part]
     return {
-        "running": running,
-        "recurrent groups": recurrent,
-        "steps": steps,
-        **{f"{name} ms": value for name, value in result.items()},
-        "worst ms": round(1e3 * max(times["both"]), 3),
-        "first step s": round(compile_seconds or 0, 1),
-        "state MB": round(sum(part.nbytes for part in state) / 1e6, 1),
-    }
+        "hash": lambda: measures.hashing_speed(),
+        "flat": lambda: measures.flatness(recurrent, options.steps),
+        "lookup": lambda: measures.lookups(recurrent),
+        "admission": lambda: measures.admission(recurrent),
+        "mix": lambda: measures.mix(recurrent, options.steps),
+        "cold": lambda: measures.cold(recurrent),
+        "size": lambda: measures.whole_core(recurrent, ENGINE),
+    }[kind]()
 
 
 def main() -> None:
-    """Print one line, or one JSON object, for each size."""
+    """Print one line, or one JSON object, for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--recurrent", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, default=None, help="write a picture (.png) too")
     options = parser.parse_args()
-    for recurrent in options.recurrent:
-        for running in options.running:
-            result = measure(running, recurrent, options.steps)
-            print(json.dumps(result) if options.json else "  ".join(f"{k} {v}" for k, v in result.items()), flush=True)
+    lines = []
+    for kind in options.only:
+        for recurrent in [0] if kind == "hash" else options.recurrent:
+            for line in measure(kind, recurrent, options):
+                print(as_json(line) if options.json else as_text(line), flush=True)
+                lines.append(line)
+    if options.plot:
+        try:
+            write_png(options.plot, lines)
+        except UserError as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,18 @@ def equal_keys(a: np.ndarray, b: np.ndarray) -> list[bool]:
 # Values, written out with hashlib
 
 
-def test_a_key_is_the_blake2s_of_parent_tokens_lookahead_and_extra():
-    tokens, unit, lookahead = [5, -1, 7, 8, 9, 10], 2, 1
+def written(tokens: list[int]) -> bytes:
+    """Tokens of a unit as a message has them: 20 bits each where that is enough."""
+    if not all(0 <= token < 1 << 20 for token in tokens):
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    half = -(-len(tokens) // 2)
+    high = [token >> 16 for token in tokens] + [0]
+    pairs = bytes(high[j] | (high[half + j] << 4) for j in range(half))
+    return b"".join(struct.pack("<H", token & 0xFFFF) for token in tokens) + pairs
+
+
+def test_a_key_is_the_blake2s_of_extra_tokens_lookahead_and_parent():
+    tokens, unit, lookahead = [5, -1, 7, 0x3_0008, 0xF_0009, 10], 2, 1
     extra = ExtraKeys(Adapter("a", "/p"), (Media("cat", 1, 2),), np.ones((3, 2), np.float32))
     parent = hashlib.blake2s(struct.pack("<Q", 4) + b"salt" + b"s" * 16, digest_size=16).digest()
     assert hashing.seed("salt", b"s" * 16).tobytes() == parent
@@ -51,10 +61,10 @@ def test_a_key_is_the_blake2s_of_parent_tokens_lookahead_and_extra():
     ]
     want = []
     for unit_index, part in enumerate(parts):
-        covered = struct.pack("<3i", *tokens[unit_index * unit : unit_index * unit + 3])
+        covered = written(tokens[unit_index * unit : unit_index * unit + 3])
         digest = hashlib.blake2s(part, digest_size=16).digest()
         person = struct.pack("<II", unit, lookahead)
-        parent = hashlib.blake2s(parent + covered + digest, digest_size=16, person=person).digest()
+        parent = hashlib.blake2s(digest + covered + parent, digest_size=16, person=person).digest()
         want.append(np.frombuffer(parent, "<u4").tolist())
     extras = hashing.extra_digests(extra, 0, 2, unit, lookahead)
     got = hashing.chain(np.array(tokens), unit, hashing.seed("salt", b"s" * 16), extras, lookahead)
@@ -89,6 +99,31 @@ def test_padding_behind_a_unit_and_its_lookahead_changes_no_key_before():
     assert hashing.chain_jnp(padded[:3], 16, jnp.asarray(hashing.seed()), lookahead=2).shape == (0, 4)
 
 
+@pytest.mark.parametrize(("unit", "lookahead"), [(1, 0), (4, 1), (5, 0), (64, 0)])
+def test_units_with_large_and_with_negative_tokens_are_hashed_alike_on_host_and_device(unit, lookahead):
+    tokens = np.random.default_rng(1).integers(0, 1 << 20, 200).astype(np.int32)
+    tokens[[3, 70, 71, 140]] = 1 << 20, -1, (1 << 20) - 1, -(1 << 31)
+    keys = chain_of(tokens, unit, lookahead=lookahead)
+    device = hashing.chain_jnp(jnp.asarray(tokens), unit, jnp.asarray(hashing.seed()), lookahead=lookahead)
+    assert np.array_equal(keys, np.asarray(device))
+    parent = hashing.seed().tobytes()
+    for number, key in enumerate(keys):
+        covered = written(tokens[number * unit : (number + 1) * unit + lookahead].tolist())
+        person = struct.pack("<II", unit, lookahead)
+        parent = hashlib.blake2s(bytes(16) + covered + parent, digest_size=16, person=person).digest()
+        assert key.tobytes() == parent
+
+
+def test_every_bit_of_every_token_counts():
+    seen = set()
+    for at in range(5):
+        for bit in range(32):
+            tokens = np.array([1, 2, 3, 4, 5], np.uint32)
+            tokens[at] ^= np.uint32(1 << bit)
+            seen.add(chain_of(tokens.view(np.int32), 5)[0].tobytes())
+    assert len(seen) == 5 * 32
+
+
 # Growing
 
 
@@ -109,7 +144,7 @@ def test_a_chain_that_grows_equals_one_from_scratch(cuts, unit, lookahead, media
 def test_a_step_hashes_only_the_units_it_completes(monkeypatch):
     real, ranges = hashing.extra_digest, []
     monkeypatch.setattr(hashing, "extra_digest", lambda *args: ranges.append(args[1:]) or real(*args))
-    growing = hashing.KeyChain(4, hashing.seed(), lookahead=1)
+    growing = hashing.KeyChain(4, hashing.seed(), ExtraKeys(Adapter("a")), lookahead=1)
     for end in range(1, 14):
         growing.extend(TOKENS[:end])
     assert ranges == [(0, 5), (4, 9), (8, 13)]

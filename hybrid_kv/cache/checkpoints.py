@@ -21,7 +21,8 @@ def wanted_points(
 
     In order of worth when slots are short: where others are known to have parted (`Hit.shared`), where the
     prompt sent again resumes and where a longer one does, the same two of a request that goes on after preemption, the
-    ladder from fine to coarse. Repeats are blanked.
+    ladder from fine to coarse. With positions, those inside the prompt and the ladder go from deep to shallow instead.
+    Repeats are blanked.
     """
     step, policy = config.geometry.hit_unit, state.policy
 
@@ -33,8 +34,12 @@ def wanted_points(
         # The last tokens that a key covers, or that prove a draft group's unit, are computed again.
         longer = tokens - config.lookahead - config.unit * config.longest_lag
         tails += [down(jnp.minimum(tokens - 1, longer), step), down(longer, step)]
-    ladder = policy[LADDER:]
-    points = jnp.concatenate([shared, jnp.stack(tails) * policy[TAIL], down(prompt - 1, ladder)]).astype(jnp.int32)
+    rungs = len(config.placement.ladder)
+    optional = down(prompt - 1, policy[LADDER : LADDER + rungs])
+    if config.placement.positions:
+        positions = policy[LADDER + rungs :]
+        optional = -jnp.sort(-jnp.concatenate([optional, jnp.where(positions < prompt, positions, 0)]))
+    points = jnp.concatenate([shared, jnp.stack(tails) * policy[TAIL], optional]).astype(jnp.int32)
     repeats = jnp.tril(points[:, None] == points[None, :], -1).any(1)
     return jnp.where((points > hit) & ~repeats & config.prefix_caching, points, 0)
 
@@ -56,15 +61,15 @@ def emission_candidates(
 
 
 def is_optional(config: CacheConfig) -> np.ndarray:
-    """Which candidates no resume needs, only the ladder or retention asks for: bool[config.emissions]."""
-    return np.arange(config.emissions) >= config.wanted - len(config.placement.ladder)
+    """Which candidates no resume needs, only ladder, positions or retention ask for: bool[config.emissions]."""
+    return np.arange(config.emissions) >= config.wanted - config.rungs
 
 
 def is_first_to_go(config: CacheConfig, state: CacheState, wanted: jax.Array) -> jax.Array:
     """Which candidates are taken again before everything else: bool[config.emissions].
 
-    Rungs of the ladder, and what retention alone asks for, but for the states at 1, 2, 4, 8, ... times its distance:
-    however many go, a fork still finds one more than half way to it.
+    Rungs of the ladder, positions, and what retention alone asks for, but for the states at 1, 2, 4, 8, ... times its
+    distance: however many go, a fork still finds one more than half way to it.
     """
     nth = wanted // jnp.maximum(state.policy[INTERVAL], 1)
     power = (nth & (nth - 1)) == 0

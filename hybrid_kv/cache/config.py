@@ -27,7 +27,8 @@ class Placement:
     tail: the last hit boundaries of the prompt. turn_end: the last one of the generated text.
     junctions: most of a request, where other requests are seen to share a prefix no state covers: the deepest
     and the last forks before it. ladder: coarser grids in tokens; the last multiple of each inside the prompt
-    is kept too. retention: 0 for these points only, n > 0 for every n tokens as well, None for every block.
+    is kept too. positions: tokens at which every prompt that is longer keeps a state, 0 for none, see `cache.budgeted`.
+    retention: 0 for these points only, n > 0 for every n tokens as well, None for every block.
     """
 
     tail: bool = True
@@ -35,6 +36,7 @@ class Placement:
     junctions: int = 5
     ladder: tuple[int, ...] = ()
     retention: int | None = 0
+    positions: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +133,21 @@ class CacheConfig:
         for grid in placement.ladder:
             if grid < 1 or grid % step:
                 raise UserError("placement.ladder", grid, f"hits end at multiples of {step} tokens: use such")
+        for position in placement.positions:
+            if not 0 <= position < 1 << 30 or position % step:
+                fix = f"hits end at multiples of {step} tokens: use such below 2**30, or 0 for none"
+                raise UserError("placement.positions", position, fix)
         if placement.junctions < 0:
             raise UserError("placement.junctions", placement.junctions, "use 0 or more")
         if placement.retention is not None and (placement.retention < 0 or placement.retention % step):
             raise UserError("placement.retention", placement.retention, f"use None, 0 or a multiple of {step} tokens")
-        if len(placement.ladder) > len(self.placement.ladder) or placement.junctions > self.placement.junctions:
-            most = f"{len(self.placement.ladder)} rungs and {self.placement.junctions} junctions"
+        room = self.placement
+        if (
+            len(placement.ladder) > len(room.ladder)
+            or len(placement.positions) > len(room.positions)
+            or placement.junctions > room.junctions
+        ):
+            most = f"{len(room.ladder)} rungs, {len(room.positions)} positions and {room.junctions} junctions"
             raise UserError("placement", placement, f"this configuration has room for {most}")
         if self._retained_per_chunk(placement) > self._retained_per_chunk(self.placement):
             fix = f"this configuration has room for a state every {self.interval(self.placement)} tokens (0: none)"
@@ -147,7 +158,12 @@ class CacheConfig:
         """The configuration whose transitions serve this one too: how many blocks a pool has, which states are
         kept, and who may start stands in the state."""
         ladder = (self.geometry.hit_unit,) * len(self.placement.ladder)
-        room = Placement(junctions=self.placement.junctions, ladder=ladder, retention=self.interval(self.placement))
+        room = Placement(
+            junctions=self.placement.junctions,
+            ladder=ladder,
+            retention=self.interval(self.placement),
+            positions=(0,) * len(self.placement.positions),
+        )
         return dataclasses.replace(
             self,
             geometry=self.geometry.unsharded(),
@@ -245,8 +261,13 @@ class CacheConfig:
 
     @functools.cached_property
     def wanted(self) -> int:
-        """Points a request may have: four of its prompt and of what it resumed with, junctions, the ladder."""
-        return 4 + self.placement.junctions + len(self.placement.ladder)
+        """Points a request may have: four of its prompt and of what it resumed with, junctions, ladder, positions."""
+        return 4 + self.placement.junctions + self.rungs
+
+    @property
+    def rungs(self) -> int:
+        """Points that no resume needs: of the ladder, and positions."""
+        return len(self.placement.ladder) + len(self.placement.positions)
 
     @functools.cached_property
     def emissions(self) -> int:

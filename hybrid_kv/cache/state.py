@@ -41,7 +41,7 @@ PLANNED, DONE, SHORT, LAST_PREFILL = range(6, 10)
 # how much planning it has changed the counters BY_PLAN; what it has evicted and preempted stays so.
 TOLD, SAVED_STATES, ADMISSIONS, RESUMES, TOKENS, REASONS, RECORDS = 10, 11, 12, 13, 14, 22, 32
 BY_PLAN = (PLANNED, SHORT, LAST_PREFILL, SKIPPED_STATES, *range(ADMISSIONS, RECORDS))
-# Entries of `CacheState.policy`; the ladder follows.
+# Entries of `CacheState.policy`; the ladder follows, then the positions.
 TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS = range(5)
 CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, LADDER = range(5, 10)
 
@@ -65,7 +65,7 @@ class CacheState(NamedTuple):
     pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
                            of them that an admission leaves free while others run
     counters i32[32 + 24K] clock and totals, and what each of K steps in flight has changed of them
-    policy   i32[9 + L]    `Placement` and limits of the scheduler as data
+    policy   i32[9 + L]    `Placement` and limits of the scheduler as data; L is `CacheConfig.rungs`
     log      u32[E, 12]    ring of events, see `cache.log`; E is `CacheConfig.events`
     """
 
@@ -197,7 +197,15 @@ def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
     kept = (placement.tail, placement.turn_end, placement.junctions, config.interval(placement), keep)
     head = (*kept, config.chunk_limit, config.chunk_adaptive, active, config.prefill_interval)
     ladder = sorted(placement.ladder) + [0] * (len(config.placement.ladder) - len(placement.ladder))
-    return np.array([*head, *ladder], np.int32)
+    positions = [*placement.positions] + [0] * (len(config.placement.positions) - len(placement.positions))
+    return np.array([*head, *ladder, *positions], np.int32)
+
+
+def with_positions(config: CacheConfig, policy: jax.Array, positions: jax.Array | np.ndarray) -> jax.Array:
+    """A policy (i32[9 + L]) with other positions, i32[M] tokens: as many as there is room for, 0 for none, and all of
+    them multiples of the hit unit."""
+    first = LADDER + len(config.placement.ladder)
+    return policy.at[first:].set(jnp.asarray(positions, jnp.int32))
 
 
 def initial_state(config: CacheConfig) -> CacheState:

@@ -163,8 +163,9 @@ def _kept(
     turn = [(length - 1) // unit] if placement.turn_end else []
     junction = [known] if placement.junctions else []
     ladder = [(prompt - 1) // grid * grid // unit for grid in placement.ladder]
+    positions = [position // unit for position in placement.positions if position < prompt]
     grid = range(retention, prompt, retention) if retention else ()
-    wanted = {*tails, *turn, *junction, *ladder, *(tokens // unit for tokens in grid)}
+    wanted = {*tails, *turn, *junction, *ladder, *positions, *(tokens // unit for tokens in grid)}
     return frozenset({boundary for boundary in wanted if boundary > hit} | ({hit} - {0}))
 
 

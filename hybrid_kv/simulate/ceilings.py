@@ -43,7 +43,7 @@ def ceilings(served: Sequence[tuple[Tokens, Tokens]], grid: int) -> Ceilings:
     total = sum(len(prompt) for prompt, _ in served)
     if not total:
         raise UserError("served requests", len(served), "give at least one request with a prompt")
-    trie = _BlockTrie(grid)
+    trie = BlockTrie(grid)
     # Each policy's set of trie nodes that hold a state. A node names a whole prefix.
     end: set[int] = set()
     turn: set[int] = set()
@@ -69,7 +69,7 @@ def ceilings(served: Sequence[tuple[Tokens, Tokens]], grid: int) -> Ceilings:
     return Ceilings(grid, total, **{name: blocks * grid / total for name, blocks in hits.items()})
 
 
-class _BlockTrie:
+class BlockTrie:
     """Every prefix seen so far, in whole blocks of `grid` tokens; exact: keys are (parent node, content)."""
 
     def __init__(self, grid: int) -> None:

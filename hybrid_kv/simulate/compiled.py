@@ -58,7 +58,9 @@ def config_of(rules: Rules, slots: int, max_context: int, drafts: int) -> CacheC
         whole_prompts=rules.admit_whole,
         priority=rules.priority,
         emission=rules.emission,
-        placement=Placement(rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention),
+        placement=Placement(
+            rules.tail, rules.turn_end, rules.junctions, rules.ladder, rules.retention, rules.positions
+        ),
         prefix_caching=rules.caching,
     )
 

@@ -79,6 +79,11 @@ def _draw_geometry(rng: random.Random, unit: int, draft: Draft) -> SystemGeometr
     return resolve(specs, dcp=rng.choice([1, 1, 2, 4, 8]), hash_unit=unit)
 
 
+def _with_positions(rules: Rules, rng: random.Random) -> Rules:
+    step = rules.geometry.hit_unit
+    return dataclasses.replace(rules, positions=rng.choice([(), (), (3 * step,), (5 * step, step)]))
+
+
 def workload(seed: int, requests: int = 25) -> Outcome:
     """One system under random traffic; faults: unsound reads and names, broken invariants, stalls, leaks."""
     return _Traffic(seed, requests).run()
@@ -108,7 +113,7 @@ class _Traffic:
     def __init__(self, seed: int, requests: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.resets = random.Random(f"resets of {seed}")
-        self.rules = draw_rules(self.rng)
+        self.rules = _with_positions(draw_rules(self.rng), random.Random(f"positions of {seed}"))
         # Drafts of a row; also where no draft layer runs ahead, as with drafts looked up in the text.
         self.drafts = self.rules.slots_ahead or self.rng.choice([0, 0, 0, 3])
         self.store = _Store(self.rng, self.rules)

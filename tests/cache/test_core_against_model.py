@@ -16,11 +16,19 @@ def test_every_hit_of_requests_one_after_another_is_the_models():
     geometry = resolve([GroupSpec("mla", "mla", 4), GroupSpec("kda", "recurrent", 8)], dcp=2, hash_unit=4)
     config = CacheConfig(
         geometry=geometry, pool_blocks=(400, 400), group_pool=(0, 1), max_requests=2, max_context=96, token_budget=40,
-        placement=Placement(ladder=(16,)),
+        placement=Placement(ladder=(16,), positions=(20, 48)),
     )  # fmt: skip
     core = Serving(config)
     rules = Rules(
-        geometry, (399, 399), (0, 1), max_requests=2, max_context=96, token_budget=40, ladder=(16,), junctions=1
+        geometry,
+        (399, 399),
+        (0, 1),
+        max_requests=2,
+        max_context=96,
+        token_budget=40,
+        ladder=(16,),
+        junctions=1,
+        positions=(20, 48),
     )
     model = Model(rules)
     rng = np.random.default_rng(3)

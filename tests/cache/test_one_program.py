@@ -46,7 +46,7 @@ def assert_same(one, other) -> None:
 
 
 def test_ten_thousand_steps_in_one_scan_are_those_taken_one_by_one():
-    cache = config(pool_blocks=(15, 8), whole_prompts=False)
+    cache = config(pool_blocks=(15, 8), whole_prompts=False, placement=Placement(positions=(12, 28)))
     load = workload(cache, 4_000)
     step = compiled(functools.partial(closed_loop.step, cache), donate_argnums=1)
     progress, decided = closed_loop.begin(cache, initial_state(cache)), []
@@ -62,12 +62,16 @@ def test_ten_thousand_steps_in_one_scan_are_those_taken_one_by_one():
 
 
 def test_sixty_four_policies_side_by_side_decide_as_each_alone():
-    cache = config(placement=Placement(ladder=(8, 16), junctions=4, retention=16))
+    cache = config(placement=Placement(ladder=(8, 16), junctions=4, retention=16, positions=(0, 0)))
     load = workload(cache, 60)
+    positions = ((), (12,), (20, 40), (44, 8))
     policies = [
-        Placement(bool(n & 1), bool(n & 2), 4 * (n >> 2 & 1), (8, 16) if n & 8 else (), (0, 16, 32, 48)[n >> 4])
+        Placement(
+            bool(n & 1), bool(n & 2), 4 * (n >> 2 & 1), (8, 16) if n & 8 else (), (0, 16, 32, 48)[n >> 4],
+            positions[(n + (n >> 2)) % 4],
+        )
         for n in range(64)
-    ]
+    ]  # fmt: skip
     data = jnp.asarray(np.stack([policy_of(cache, policy) for policy in policies]))
 
     def run(policy):

@@ -17,7 +17,9 @@ from tests.cache.content_model import Serving
 
 
 @functools.cache
-def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], **more) -> CacheConfig:
+def _config(
+    dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, ...], positions: tuple[int, ...] = (), **more
+) -> CacheConfig:
     specs = [GroupSpec("mla", "mla", 8)]
     specs += [GroupSpec(f"kda{i}", "recurrent", 8) for i in range(groups)]
     pools = (36 // dcp + 70 * shared,) + (() if shared else (12,) * groups)
@@ -29,7 +31,7 @@ def _config(dcp: int, groups: int, shared: bool, unit: int, ladder: tuple[int, .
         max_requests=4,
         max_context=96,
         token_budget=40,
-        placement=Placement(ladder=ladder),
+        placement=Placement(ladder=ladder, positions=positions),
         **more,
     )
 
@@ -47,9 +49,9 @@ CONFIGS = {
         2, 1, False, 4, (16,), loads=True, steps_in_flight=2, events=256
     ),
     "one pool for all, one state a chunk": _config(
-        2, 2, True, 8, (16,), chunk_limit=24, emission=EmissionCapability(1, 8, anchored=False)
+        2, 2, True, 8, (16,), (24, 40), chunk_limit=24, emission=EmissionCapability(1, 8, anchored=False)
     ),
-    "admitted by the chunk": _config(1, 1, False, 8, (16,), whole_prompts=False, chunk_limit=16),
+    "admitted by the chunk": _config(1, 1, False, 8, (16,), (32, 8), whole_prompts=False, chunk_limit=16),
     "coarse windows, every block kept, loads, two steps in flight": _kinds(
         [
             GroupSpec("full", "full", 8),
@@ -73,7 +75,7 @@ CONFIGS = {
         slots_ahead=3,
         whole_prompts=False,
         chunk_limit=10,
-        placement=Placement(retention=16),
+        placement=Placement(retention=16, positions=(24,)),
         events=512,
     ),
     "drafts, lookahead, priority, states at the ends of chunks": _kinds(

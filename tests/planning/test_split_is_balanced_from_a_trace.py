@@ -46,11 +46,11 @@ def test_a_trace_is_counted_in_distinct_blocks():
 def test_placement_decides_what_states_are_kept():
     request = [(list(range(33)), [1, 2, 3, 4, 5])]
     none = Placement(tail=False, turn_end=False, junctions=0)
-    asked = [
-        demand(requests=request, placement=p).touched[1][0] for p in (none, Placement(), Placement(ladder=(8, 16)))
-    ]
+    placements = (none, Placement(), Placement(ladder=(8, 16)), Placement(positions=(4, 12, 36)))
+    asked = [demand(requests=request, placement=p).touched[1][0] for p in placements]
     # Tail and end of prompt are both 32, the turn ends at 36; the grids of the ladder end at 32 too.
-    assert [len(states) for states in asked] == [0, 2, 2]
+    # Two of the positions lie inside the prompt.
+    assert [len(states) for states in asked] == [0, 2, 2, 4]
     kept = trace_demand(LAYOUT, Budget(60_000, 256, retention=8), request).touched[1][0]
     assert len(kept) == 5  # 8, 16, 24, 32 and 36
 

@@ -25,10 +25,10 @@ class Request:
     tables: per group {column: block} (a recurrent group: {0: running state}). state_read: the state a recurrent
     group's next chunk starts from, pinned. copy: per group (source, column) of a copy that the next chunk begins
     with, the source pinned. turns: states at the last boundaries of the answer. points: boundaries that should keep
-    what resuming there needs; rungs: those of them that only a ladder asks for; shared: those where another request
-    is known to have left this prefix. load: content on its way from an external store. pins: the load that has brought
-    what the next admission will find. unproven: a load of the step in flight that it was admitted with. asked: the
-    store has nothing more for this admission; refused: a load failed, and the store is not asked again.
+    what resuming there needs; rungs: those of them that only ladder and positions ask for; shared: those where another
+    request is known to have left this prefix. load: content on its way from an external store. pins: the load that has
+    brought what the next admission will find. unproven: a load of the step in flight that it was admitted with. asked:
+    the store has nothing more for this admission; refused: a load failed, and the store is not asked again.
     """
 
     name: str

@@ -18,9 +18,9 @@ class Rules:
 
     max_requests: requests running at once. token_budget: tokens of a step. chunk_limit: tokens of one prefill chunk.
     retention: None keeps a state at every block boundary, n > 0 at every n tokens, 0 at semantic points only;
-    windowed groups keep the rows that a request resuming there needs. tail, turn_end, ladder: semantic points, see
-    `cache.config.Placement`; junctions: most of a request, the deepest and the last forks before it. lookahead: tokens
-    beyond a unit that its key covers (Draft.LOOKAHEAD).
+    windowed groups keep the rows that a request resuming there needs. tail, turn_end, ladder, positions: semantic
+    points, see `cache.config.Placement`; junctions: most of a request, the deepest and the last forks before it.
+    lookahead: tokens beyond a unit that its key covers (Draft.LOOKAHEAD).
     slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes. steps_in_flight: 2 if a step is planned
     while the one before it runs.
     max_active: requests that run at once, where that is fewer than there are places for. chunk_adaptive: a chunk may be
@@ -46,6 +46,7 @@ class Rules:
     turn_end: bool = True
     junctions: int = 5
     ladder: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     draft: Draft = Draft.NONE
     lookahead: int = 0
     slots_ahead: int = 0
@@ -73,6 +74,10 @@ class Rules:
         for grid in self.ladder:
             if grid < 1 or grid % self.geometry.hit_unit:
                 raise UserError("ladder", grid, f"hits end at multiples of {self.geometry.hit_unit} tokens: use such")
+        for position in self.positions:
+            if position < 0 or position % self.geometry.hit_unit:
+                fix = f"hits end at multiples of {self.geometry.hit_unit} tokens: use such, or 0 for none"
+                raise UserError("positions", position, fix)
         for field in ("max_requests", "max_context", "token_budget", "chunk_limit", "steps_in_flight",
                       "prefill_interval"):  # fmt: skip
             if getattr(self, field) < 1:

@@ -28,7 +28,8 @@ def points(core: Core, request: Request, hit: Hit) -> None:
                  if i * unit % step == 0 and core.prefixes.forks(request.chain[i - 1])]  # fmt: skip
         request.shared = {hit.depth // step * step, *forks[len(forks) - min(rules.junctions - 1, len(forks)) :]}
         wanted |= request.shared
-    request.rungs = {(request.prompt - 1) // grid * grid for grid in rules.ladder} - wanted
+    rungs = {(request.prompt - 1) // grid * grid for grid in rules.ladder}
+    request.rungs = (rungs | {position for position in rules.positions if position < request.prompt}) - wanted
     request.points = {point for point in wanted | request.rungs if point > hit.tokens}
 
 

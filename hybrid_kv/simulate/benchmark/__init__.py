@@ -1,0 +1,1 @@
+"""What the core costs on the host: a driver, measurements, and how they are shown."""
