@@ -14,10 +14,11 @@ from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import FREE_BLOCKS, PLACES, REF, initial_state
 from hybrid_kv.cache.transitions import Outcome
 from hybrid_kv.hashing import KEY_WORDS
-from hybrid_kv.plan import StepPlan, plan_step
+from hybrid_kv.plan import StepPlan, spell_out
 from hybrid_kv.schedule.programs import compiled
+from hybrid_kv.schedule.stepper import Stepper
 
-_TRANSITIONS = ("arrive", "commit", "withdraw", "abort", "reset", "preempt_running")
+_TRANSITIONS = ("arrive", "abort", "reset", "preempt_running")
 
 
 class Controller:
@@ -27,8 +28,9 @@ class Controller:
         self.config = config
         self.device = jax.local_devices(backend="cpu")[0]
         self.state = jax.device_put(initial_state(config), self.device)
-        steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in _TRANSITIONS}}
-        self._jit = {name: compiled(transition, config) for name, transition in steps.items()}
+        self._stepper = Stepper(config)
+        self._jit = {name: compiled(getattr(transitions, name), config) for name in _TRANSITIONS}
+        self._spell_out = compiled(spell_out, config, consumes=False)
 
     def arrive(self, prompt_length: int, flags: int, keys: np.ndarray) -> None:
         """Queue a request in the lowest free slot; the caller knows that one is free."""
@@ -36,14 +38,14 @@ class Controller:
 
     def plan(self) -> StepPlan:
         """Schedule a step; the plan is on the host."""
-        self.state, plan = self._jit["plan"](self.state)
-        return jax.device_get(plan)
+        self.state, fresh = self._stepper.schedule(self.state)
+        return jax.device_get(self._spell_out(self.state, np.bool_(fresh)))
 
     def commit(self, outcome: Outcome) -> None:
-        self.state = self._jit["commit"](self.state, outcome)
+        self.state = self._stepper.commit(self.state, outcome)
 
     def withdraw(self) -> None:
-        self.state = self._jit["withdraw"](self.state)
+        self.state = self._stepper.withdraw(self.state)
 
     def abort(self, slot: int) -> None:
         self.state = self._jit["abort"](self.state, np.int32(slot))
@@ -67,9 +69,8 @@ class Controller:
     def warm_up(self) -> StepPlan:
         """Compile every transition but `preempt_running` on a spare state; returns an empty plan."""
         spare = Controller(self.config)
+        spare.state = spare._stepper.warm_up(spare.state, spare.no_outcome())
         plan = spare.plan()
-        spare.commit(spare.no_outcome())
-        spare.withdraw()
         spare.arrive(1, 0, np.zeros((self.config.units, KEY_WORDS), np.uint32))
         spare.abort(0)
         spare.reset()

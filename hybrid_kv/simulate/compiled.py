@@ -22,7 +22,7 @@ from hybrid_kv.cache.state import EVICTED, FREE_BLOCKS, PLANNED, RUNNING, CacheS
 from hybrid_kv.cache.statistics import Statistics, statistics
 from hybrid_kv.errors import UserError
 from hybrid_kv.schedule.programs import compiled
-from hybrid_kv.schedule.step import schedule
+from hybrid_kv.schedule.stepper import Stepper
 
 # Rules that this adapter does not pass on, with the value that asks for nothing.
 _MODEL_ONLY: dict[str, Any] = {"events": False, "utility": None}
@@ -119,9 +119,10 @@ class Core:
         self.rules, self.config = rules, config
         self.requests: dict[str, Request] = {}
         self._state = initial_state(config)
-        names = ("arrive", "commit", "abort", "propose", "preempt_running", "reset")
+        self._stepper = Stepper(config)
+        names = ("arrive", "abort", "propose", "preempt_running", "reset")
         self._jit = {name: compiled(getattr(transitions, name), config) for name in names}
-        self._jit |= {"schedule": compiled(schedule, config), "lookup": compiled(lookup.lookup, config, consumes=False)}
+        self._jit |= {"lookup": compiled(lookup.lookup, config, consumes=False)}
         self._jit |= {"rows": compiled(_rows, config, consumes=False)}
         self._slots: list[Request | None] = [None] * config.max_requests
         self._outside: list[Request] = []
@@ -159,10 +160,9 @@ class Core:
             self._state = self._jit["propose"](self._state, np.array(proposed, np.int32))
             self._seen = self._host()
         before = self._seen
-        self._state = self._jit["schedule"](self._state)
+        self._state, fresh = self._stepper.schedule(self._state)
         self._seen = after = self._host()
-        fields = layout(self.config)
-        step, fresh = Step(), after.counters[PLANNED] > before.counters[PLANNED]
+        fields, step = layout(self.config), Step()
         flight, ends = jax.device_get(self._jit["rows"](self._state))
         for slot, request in enumerate(self._slots):
             if request is None:
@@ -195,7 +195,7 @@ class Core:
             keys[request.slot, : len(fresh)] = fresh
             outcome.produced[request.slot] = len(sampled)
             outcome.finished[request.slot] = name in ended
-        self._state = self._jit["commit"](self._state, outcome)
+        self._state = self._stepper.commit(self._state, outcome)
         for name in ended:
             self._leave(self.requests[name])
         self._seen = self._host()

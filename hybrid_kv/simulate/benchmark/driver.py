@@ -11,11 +11,11 @@ import numpy as np
 
 from hybrid_kv.cache import flights, transitions
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import RUNNING, initial_state, layout
+from hybrid_kv.cache.state import RUNNING, CacheState, initial_state, layout
 from hybrid_kv.geometry import GroupSpec, resolve
 from hybrid_kv.hashing import KEY_WORDS
 from hybrid_kv.schedule.programs import compiled
-from hybrid_kv.schedule.step import schedule
+from hybrid_kv.schedule.stepper import Stepper
 
 UNIT, BUDGET = 64, 16_384
 
@@ -56,6 +56,7 @@ class Driver:
     def __init__(self, config: CacheConfig) -> None:
         self.config, self.fields = config, layout(config)
         self.seconds: dict[str, list[float]] = {}
+        self._arrive, self._read = compiled(transitions.arrive, config), compiled(_newest, config, consumes=False)
         self.rng = np.random.default_rng(0)
         self.start_over()
         begun = time.perf_counter()
@@ -66,7 +67,7 @@ class Driver:
 
     def start_over(self) -> None:
         """An empty cache."""
-        self.state = initial_state(self.config)
+        self.state, self._stepper = initial_state(self.config), Stepper(self.config)
         self.forget_times()
 
     def forget_times(self) -> None:
@@ -81,14 +82,13 @@ class Driver:
     @property
     def status(self) -> np.ndarray:
         """FREE, WAITING or RUNNING, by request slot."""
-        return np.asarray(self.state.requests)[:, self.fields.STATUS]
+        return np.asarray(self.state.requests)[self.fields.STATUS]
 
     def arrive(self, tokens: int, keys: np.ndarray | None = None) -> int:
         """Queue a prompt: its slot."""
         keys = self.chain(tokens // UNIT) if keys is None else keys
-        arrive = compiled(transitions.arrive, self.config)
         begun = time.perf_counter()
-        self.state, slot = arrive(self.state, np.int32(tokens), np.int32(0), keys)
+        self.state, slot = self._arrive(self.state, np.int32(tokens), np.int32(0), keys)
         number = int(slot)
         self.seconds["arrive"].append(time.perf_counter() - begun)
         return number
@@ -96,23 +96,22 @@ class Driver:
     def step(self, ends: np.ndarray | None = None) -> Step:
         """Plan a step and commit it. ends: bool[R] requests that end with their next token."""
         config, slots = self.config, self.config.max_requests
-        plan, commit = compiled(schedule, config), compiled(transitions.commit, config)
         keys = self.rng.integers(0, 1 << 32, (slots, transitions.keys_per_append(config), KEY_WORDS), dtype=np.uint32)
         begun = time.perf_counter()
-        self.state = plan(self.state)
+        self.state, _ = self._stepper.schedule(self.state)
         self.state.requests.block_until_ready()
         planned = time.perf_counter()
         rows = np.asarray(self.state.requests)
-        flight = jax.device_get(flights.at(config, self.state.requests, flights.newest(config, self.state)))
+        flight = jax.device_get(self._read(self.state))
         finished = np.zeros(slots, bool) if ends is None else ends & (flight.promised > 0)
         outcome = transitions.Outcome(flight.promised, finished, keys)
         handed = time.perf_counter()
-        self.state = commit(self.state, outcome)
+        self.state = self._stepper.commit(self.state, outcome)
         self.state.requests.block_until_ready()
         done = time.perf_counter()
         self.seconds["schedule"].append(planned - begun)
         self.seconds["commit"].append(done - handed)
-        running = rows[:, self.fields.STATUS] == RUNNING
+        running = rows[self.fields.STATUS] == RUNNING
         return Step(flight.scheduled, running, planned - begun + done - handed)
 
     def fill(self, lengths: list[int]) -> None:
@@ -128,3 +127,7 @@ class Driver:
 
     def median(self, name: str) -> float:
         return statistics.median(self.seconds[name])
+
+
+def _newest(config: CacheConfig, state: CacheState) -> flights.Flight:
+    return flights.at(config, state.requests, flights.newest(config, state))
