@@ -38,6 +38,7 @@ from hybrid_kv.cache.state import (
     STACK_TOP,
     STAMP,
     STATE,
+    TIED,
     USABLE,
     CacheState,
     read_first,
@@ -165,40 +166,56 @@ def touch(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> 
     )
 
 
-def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
-    """Drop one reference of every given distinct block of a pool (0: none).
+def release(
+    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, first: jax.Array | None = None,
+    drop: jax.Array | None = None,
+) -> CacheState:  # fmt: skip
+    """Drop one reference of every given block of a pool (0: none), or only count it as used just now.
 
     Those reaching zero become free in the given order: without a key to the front of the reuse
-    order (the first given is reused first), with keys to its back, rungs that were never reused before all others
-    with keys.
+    order (the first given is reused first), with keys to its back; those marked with `first` (bool[n]), and rungs that
+    were never reused unless the policy ties states to rows, before all others with keys.
+
+    drop: bool[n], None: all; the others keep their references and count as used where they are free and keyed. Rungs
+    that were never reused stay where they are then, unless tied; and all do while the ring has no room to spare. Blocks
+    to drop are distinct, and so are the others.
     """
-    first, capacity = config.pool_offset[pool], RING_FACTOR * config.capacity[pool]
+    start, count = config.pool_offset[pool], config.capacity[pool]
+    capacity = RING_FACTOR * count
     ids = jnp.atleast_1d(ids)
     rows = read_first(lambda state: state.blocks[ids], state)
+    rung = (rows[:, BITS] & SPARE > 0) & (state.policy[TIED] == 0)
+    top, head, tail = (state.pools[pool, part] for part in (STACK_TOP, RING_HEAD, RING_TAIL))
     freed = (ids > 0) & (rows[:, REF] == 1)
+    again = jnp.zeros_like(freed)
+    if drop is not None:
+        freed &= drop
+        again = ~drop & (ids > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & ~rung
+        again &= tail - head + (~drop).sum() <= _REFRESH_ROOM * count
     keyed = freed & (rows[:, PLACES:].max(-1, initial=0) > 0)
     bare = freed & ~keyed
-    spare = keyed & (rows[:, BITS] & SPARE > 0)
-    last = keyed & ~spare
+    spare = keyed & (rung if first is None else rung | first)
+    last = (keyed & ~spare) | again
     bare_count, last_count, spare_count = (part.sum(dtype=jnp.int32) for part in (bare, last, spare))
-    keyed_count = last_count + spare_count
-    top, head, tail = (state.pools[pool, part] for part in (STACK_TOP, RING_HEAD, RING_TAIL))
-    stack_at = first + top + bare_count - jnp.cumsum(bare.astype(jnp.int32))
-    nth = jnp.cumsum(keyed.astype(jnp.int32)) - 1
+    stack_at = start + top + bare_count - jnp.cumsum(bare.astype(jnp.int32))
+    listed = spare | last
+    nth = jnp.cumsum(listed.astype(jnp.int32)) - 1
     place = jnp.where(spare, head - jnp.cumsum(spare.astype(jnp.int32)), tail + jnp.cumsum(last.astype(jnp.int32)) - 1)
-    ring_at = RING_FACTOR * first + place % capacity
-    counters, stamps = _stamps(state, nth, keyed_count)
+    ring_at = RING_FACTOR * start + place % capacity
+    counters, stamps = _stamps(state, nth, last_count + spare_count)
     none_block, none_ring = config.total_blocks, state.ring.shape[0]
     # A keyless block forgets its stamp, or an entry from when it had keys would look live again.
-    stamped = jnp.where(freed, jnp.where(keyed, stamps, 0), rows[:, STAMP])
-    at = jnp.where(ids > 0, ids, none_block)
-    changed = jnp.stack([rows[:, REF] - 1, stamped], 1)
+    stamped = jnp.where(bare, 0, jnp.where(listed, stamps, rows[:, STAMP]))
+    dropped = ids > 0 if drop is None else (ids > 0) & drop
+    at = jnp.where(dropped | again, ids, none_block)
+    changed = jnp.stack([rows[:, REF] - dropped, stamped], 1)
     blocks = state.blocks.at[at[:, None], np.array([REF, STAMP])].set(changed, mode="drop")
-    change = jnp.stack([bare_count, -spare_count, last_count, bare_count + keyed_count])
+    freed_count = freed.sum(dtype=jnp.int32)
+    change = jnp.stack([bare_count, -spare_count, last_count, freed_count])
     return state._replace(
         blocks=blocks,
         stack=state.stack.at[jnp.where(bare, stack_at, none_block)].set(ids, mode="drop"),
-        ring=state.ring.at[jnp.where(keyed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
+        ring=state.ring.at[jnp.where(listed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
         pools=state.pools.at[pool, :USABLE].add(change),
         counters=counters,
     )
@@ -214,28 +231,6 @@ def _stamps(state: CacheState, nth: jax.Array, count: jax.Array) -> tuple[jax.Ar
     stamps = (clock + nth.astype(jnp.uint32)) % _STAMPS + 1
     after = (clock + count.astype(jnp.uint32)) % _STAMPS
     return state.counters.at[CLOCK].set(after.astype(jnp.int32)), stamps.astype(jnp.int32)
-
-
-def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
-    """Count the given distinct blocks (0: none), where they are free and keyed, as used just now.
-
-    Rungs that were never reused stay where they are; and all do while the ring has no room to spare for this.
-    """
-    first, count = config.pool_offset[pool], config.capacity[pool]
-    rows = read_first(lambda state: state.blocks[ids], state)
-    again = (ids > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & (rows[:, BITS] & SPARE == 0)
-    head, tail = state.pools[pool, RING_HEAD], state.pools[pool, RING_TAIL]
-    again &= tail - head + ids.shape[0] <= _REFRESH_ROOM * count
-    nth = jnp.cumsum(again.astype(jnp.int32)) - 1
-    added = again.sum(dtype=jnp.int32)
-    counters, stamps = _stamps(state, nth, added)
-    ring_at = jnp.where(again, RING_FACTOR * first + (tail + nth) % (RING_FACTOR * count), state.ring.shape[0])
-    return state._replace(
-        blocks=state.blocks.at[jnp.where(again, ids, config.total_blocks), STAMP].set(stamps, mode="drop"),
-        ring=state.ring.at[ring_at].set(jnp.stack([ids, stamps], -1), mode="drop"),
-        pools=state.pools.at[pool, RING_TAIL].add(added),
-        counters=counters,
-    )
 
 
 def before_reused_state(config: CacheConfig, state: CacheState, pool: int, most: int) -> jax.Array:

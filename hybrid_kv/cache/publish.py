@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import flights, index, log
+from hybrid_kv.cache import earnings, flights, index, log
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.pool import free_keyless
@@ -196,11 +196,12 @@ def publish_state(
     slots: jax.Array,
     rung: jax.Array,
     pending: bool = False,
+    kind: jax.Array | int = earnings.TAIL,
 ) -> CacheState:
     """File a recurrent state of `length` tokens of a request, one slot per recurrent group.
 
     Nothing happens at length 0, or where the same prefix already has a state. rung: only a ladder asks for it.
-    pending: a step in flight writes it.
+    pending: a step in flight writes it. kind: see `cache.earnings`.
     """
     if not config.prefix_caching:
         return state
@@ -215,7 +216,9 @@ def publish_state(
             state = state._replace(counters=state.counters.at[SAVED_STATES].add(filed.astype(jnp.int32)))
             if log.is_kept(state):
                 state = log.stored(state, group, key, _parent(state, row, unit, 0, group), slot, zero, filed)
-        bits = STATE + SPARE * rung.astype(jnp.int32)
+        if position == 0:
+            state = earnings.note_saved(config, state, kind, filed)
+        bits = STATE + SPARE * rung.astype(jnp.int32) + jnp.left_shift(jnp.int32(kind), earnings.KIND_SHIFT)
         at = jnp.where(slot > 0, slot, config.total_blocks)
         state = state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
     return state
@@ -270,7 +273,7 @@ def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> 
     lengths = jnp.where(~doomed & (request[fields.turn] <= named), request[fields.turn], 0)
     best = jnp.argmax(lengths)
     slots = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)[best]
-    return publish_state(config, state, row, lengths[best], slots, jnp.zeros((), bool))
+    return publish_state(config, state, row, lengths[best], slots, jnp.zeros((), bool), kind=earnings.TURN)
 
 
 def turn_boundaries(config: CacheConfig, last: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hybrid_kv.cache.config import RING_FACTOR, CacheConfig, Placement
+from hybrid_kv.cache.eviction import Eviction
 from hybrid_kv.hashing import KEY_WORDS
 
 T = TypeVar("T")
@@ -27,6 +28,8 @@ REF, STAMP, BITS, PENDING_STEP, PENDING_FROM, PLACES = 0, 1, 2, 3, 4, 5
 KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
 # Columns of `CacheState.entries` behind the key; the group stands there only where there is a log.
 OWNER, CHILD, GROUP = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
+# Kinds of states besides the rungs of the ladder, see `cache.earnings`.
+STATE_KINDS = 4
 # Words of an event in `CacheState.log`, see `cache.log`.
 LOG_WORDS = 4 + 2 * KEY_WORDS
 # Rows of `CacheState.pools`.
@@ -42,7 +45,8 @@ TOLD, SAVED_STATES, ADMISSIONS, RESUMES, TOKENS, REASONS, RECORDS = 10, 11, 12, 
 BY_PLAN = (PLANNED, SHORT, LAST_PREFILL, SKIPPED_STATES, *range(ADMISSIONS, RECORDS))
 # Entries of `CacheState.policy`; the ladder follows.
 TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS = range(5)
-CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, LADDER = range(5, 10)
+CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, OVERTAKE = range(5, 10)
+TIED, EARNED, GUARD, LADDER = range(10, 14)
 
 
 class CacheState(NamedTuple):
@@ -63,8 +67,9 @@ class CacheState(NamedTuple):
                            (block, stamp), entries whose stamp is not the block's are stale
     pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
                            of them that an admission leaves free while others run
-    counters i32[32 + 24K] clock and totals, and what each of K steps in flight has changed of them
-    policy   i32[9 + L]    `Placement` and limits of the scheduler as data
+    counters i32[40 + 24K + 2L] clock and totals, what each of K steps in flight has changed of them, and what kinds of
+                           states have earned, see `cache.earnings`
+    policy   i32[13 + L]   `Placement`, `Eviction` and limits of the scheduler as data
     log      u32[E, 12]    ring of events, see `cache.log`; E is `CacheConfig.events`
     """
 
@@ -89,7 +94,7 @@ class RequestLayout:
     status, seq (order of arrival), prompt, known (prompt and answer), limit (known tokens it may end with), computed
     (committed), flags (`lookup.SKIP_READ` and others), hit, junction, reason, preemptions, admitted (the step that
     admitted it, until that is committed), priority, drafts (proposed for the next row), load (see `NOTHING`), loaded
-    (tokens of the load).
+    (tokens of the load), overtaken (requests admitted before it that came later).
     Then per group with a table: columns in use, source of a pending copy-on-write, units filed, first column that a
     window has not left; per recurrent group: running and read slot; the lengths that the turn-end slots hold (0: none)
     and the slots, `CacheConfig.turn_slots` for each recurrent group; the points of the request; a record of its row in
@@ -104,8 +109,8 @@ class RequestLayout:
     flights: int
 
     STATUS, SEQ, PROMPT, KNOWN, LIMIT, COMPUTED, FLAGS, HIT, JUNCTION, REASON = range(10)
-    PREEMPTIONS, ADMITTED, PRIORITY, DRAFTS, LOAD, LOADED = range(10, 16)
-    _FIRST = 16
+    PREEMPTIONS, ADMITTED, PRIORITY, DRAFTS, LOAD, LOADED, OVERTAKEN = range(10, 17)
+    _FIRST = 17
 
     @property
     def columns(self) -> slice:
@@ -184,8 +189,9 @@ def layout(config: CacheConfig) -> RequestLayout:
     )
 
 
-def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
-    """A placement, and the limits of a configuration, as the data the transitions read: i32[9 + L].
+def policy_of(config: CacheConfig, placement: Placement, eviction: Eviction | None = None) -> np.ndarray:
+    """A placement, an order of eviction (None: the configuration's) and the limits of a configuration, as the data the
+    transitions read: i32[13 + L].
 
     Raises UserError if there is no room for the placement.
     """
@@ -193,14 +199,20 @@ def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
     keep = int(placement.retention is None)
     active = config.max_requests if config.max_active is None else config.max_active
     kept = (placement.tail, placement.turn_end, placement.junctions, config.interval(placement), keep)
-    head = (*kept, config.chunk_limit, config.chunk_adaptive, active, config.prefill_interval)
+    limits = (config.chunk_limit, config.chunk_adaptive, active, config.prefill_interval, config.overtake)
+    order = config.eviction if eviction is None else eviction
+    head = (*kept, *limits, order.tied, order.earned, order.guard)
     ladder = sorted(placement.ladder) + [0] * (len(config.placement.ladder) - len(placement.ladder))
     return np.array([*head, *ladder], np.int32)
 
 
-def initial_state(config: CacheConfig) -> CacheState:
-    """An empty cache: every block but the nulls is free, lowest id first."""
-    usable = np.array(config.pool_blocks, np.int32) - 1
+def initial_state(config: CacheConfig, pool_blocks: tuple[int, ...] | None = None) -> CacheState:
+    """An empty cache: every block but the nulls is free, lowest id first.
+
+    pool_blocks: blocks of every pool, the null block included, where there are to be fewer than the configuration has
+    room for: the same program serves pools of all sizes then.
+    """
+    usable = np.array(config.pool_blocks if pool_blocks is None else pool_blocks, np.int32) - 1
     reserved = np.array([int(config.watermark * blocks) for blocks in usable.tolist()], np.int32)
     stack, pools = _all_free(config, jnp.asarray(usable), jnp.asarray(reserved))
     places = config.index_buckets * 8
@@ -214,10 +226,15 @@ def initial_state(config: CacheConfig) -> CacheState:
         stack=stack,
         ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),
         pools=pools,
-        counters=jnp.zeros((RECORDS + config.steps_in_flight * len(BY_PLAN),), jnp.int32),
+        counters=jnp.zeros((_counters(config),), jnp.int32),
         policy=jnp.asarray(policy_of(config, config.placement)),
         log=jnp.zeros((config.events, LOG_WORDS), jnp.uint32),
     )
+
+
+def _counters(config: CacheConfig) -> int:
+    """Counters, records of the steps in flight, and two numbers for every kind of state."""
+    return RECORDS + config.steps_in_flight * len(BY_PLAN) + 2 * (STATE_KINDS + len(config.placement.ladder))
 
 
 def forget_all(config: CacheConfig, state: CacheState) -> CacheState:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import flights, pool
+from hybrid_kv.cache import earnings, flights, pool
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
+from hybrid_kv.cache.state import GUARD, RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
 
 
 def decodes_fit(config: CacheConfig, state: CacheState) -> jax.Array:
@@ -116,7 +116,9 @@ def _keep_turn_end(
     start = end - 1 - drafts - flights.every(config, state.requests).verifying.sum(-1)
     boundary = end // config.geometry.hit_unit * config.geometry.hit_unit
     crossing = rows & (boundary > start) & (state.policy[TURN_END] > 0)
-    lacks = crossing & (state.requests[:, fields.turn_slot.start] == 0)
+    without = state.requests[:, fields.turn_slot.start] == 0
+    crossing &= ~without | earnings.is_worth_saving(config, state, earnings.TURN, state.requests[:, fields.SEQ])
+    lacks = crossing & without
     waiting = (state.requests[:, fields.STATUS] == WAITING).sum(dtype=jnp.int32)
     idle = (state.requests[:, fields.STATUS] != RUNNING).any().astype(jnp.int32)
     most = fields.turns * config.max_requests
@@ -145,9 +147,10 @@ def spare_states(config: CacheConfig, state: CacheState) -> jax.Array:
 
 
 def unreused_states(config: CacheConfig, state: CacheState, most: int) -> jax.Array:
-    """States, `most` at most, that could be taken without displacing one that a hit was served from."""
+    """States, `most` at most, that could be taken without displacing one that a hit was served from, if those are
+    guarded."""
     pools = [config.group_pool[group] for group in config.geometry.recurrent]
     free = [
         pool.before_reused_state(config, state, p, most * pools.count(p)) // pools.count(p) for p in sorted(set(pools))
     ]
-    return jnp.stack(free).min()
+    return jnp.where(state.policy[GUARD] > 0, jnp.stack(free).min(), most)

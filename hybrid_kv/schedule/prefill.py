@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import flights, index, pool
+from hybrid_kv.cache import earnings, flights, index, pool
 from hybrid_kv.cache.checkpoints import (
     emission_candidates,
     is_first_to_go,
@@ -24,6 +24,7 @@ from hybrid_kv.cache.publish import announce_units, publish_state
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import (
     ADAPTIVE,
+    BITS,
     BROUGHT,
     CHUNK,
     FREE,
@@ -43,11 +44,13 @@ from hybrid_kv.schedule.decode import spare_states, unreused_states
 
 
 class Chunk(NamedTuple):
-    """What came of one request's turn. waits: for content that the step in flight writes."""
+    """What came of one request's turn. waits: for content that the step in flight writes. lacks: it would not fit, even
+    if nothing had to be left free."""
 
     state: CacheState
     done: jax.Array
     waits: jax.Array
+    lacks: jax.Array
 
 
 def budget_left(config: CacheConfig, state: CacheState) -> jax.Array:
@@ -82,7 +85,9 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     upto = jnp.where(admit, known, end) if config.whole_prompts else end
     others = (state.requests[:, fields.STATUS] == RUNNING).any()
     reserved = jnp.where(admit & others, state.pools[:, RESERVED], 0)
-    done = ~waits & (length > 0) & pool.fits(state, _demand(config, state, have, upto, hit, admit), reserved)
+    need = _demand(config, state, have, upto, hit, admit)
+    done = ~waits & (length > 0) & pool.fits(state, need, reserved)
+    lacks = ~waits & ((length <= 0) | ~pool.fits(state, need))
     if config.loads:
         brought = admit & done & (request[fields.LOAD] == BROUGHT)
         table = jnp.where(brought, read_first(lambda state: state.tables[row], state), 0)
@@ -103,7 +108,7 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     state = state._replace(requests=state.requests.at[at].set(request, mode="drop"))
     state = _emit(config, state, row, start, end, done)
     # A row that was not planned announces nothing.
-    return Chunk(announce_units(config, state, row, start, jnp.where(done, end, 0)), done, waits)
+    return Chunk(announce_units(config, state, row, start, jnp.where(done, end, 0)), done, waits, lacks)
 
 
 def _end(
@@ -235,6 +240,9 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         slot = jnp.where(ok, hit.states[position], 0)
         state = pool.touch(config, state, config.group_pool[group], slot[None])
         request = request.at[fields.read.start + position].set(jnp.where(ok, slot, request[fields.read][position]))
+    if config.geometry.recurrent:
+        kind = state.blocks[hit.states[0], BITS] >> earnings.KIND_SHIFT
+        state = earnings.note_hit(config, state, kind, (hit.hit - hit.below) // config.unit, ok & (hit.hit > 0))
     for position, group in enumerate(config.geometry.recurrent):
         state, ids = pool.take(config, state, config.group_pool[group], ok.astype(jnp.int32), 1)
         running = fields.running.start + position
@@ -283,6 +291,7 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
         before = wanted < end
         inside &= ~before | config.can_save(start, end, wanted)
         inside &= ~before | (jnp.cumsum((inside & before).astype(jnp.int32)) <= config.emission.max_per_chunk)
+    inside &= earnings.is_worth_saving(config, state, earnings.kinds(config), request[fields.SEQ])
     spare = spare_states(config, state)
     room = jnp.where(shared, spare, jnp.minimum(spare, unreused_states(config, state, config.emissions)))
     chosen = inside & (jnp.cumsum(inside.astype(jnp.int32)) <= room)
@@ -308,6 +317,7 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
 
     def file(i, state):
         first = first_to_go[order[i]]
-        return publish_state(config, state, row, positions[order[i]], slots[order[i]], first, pending=True)
+        kind = jnp.asarray(earnings.kinds(config))[order[i]]
+        return publish_state(config, state, row, positions[order[i]], slots[order[i]], first, pending=True, kind=kind)
 
     return jax.lax.fori_loop(0, count, file, state)

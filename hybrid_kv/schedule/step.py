@@ -27,13 +27,21 @@ from hybrid_kv.cache.state import (
 from hybrid_kv.cache.statistics import note_step
 from hybrid_kv.cache.transitions import give_up_loads
 from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
-from hybrid_kv.schedule.order import comes_after, first_of, last_running, preempt_last
+from hybrid_kv.schedule.order import (
+    cached_shares,
+    comes_after,
+    first_of,
+    first_to_start,
+    last_running,
+    note_overtaken,
+    preempt_last,
+)
 from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
 
 
 class _Loop(NamedTuple):
     """decoded: the decodes have had their turn. deferring: the step is left to them. tried: requests whose prefill has.
-    rows: prefills planned. short: somebody lacks blocks."""
+    rows: prefills planned. short: somebody lacks blocks. cached: f32[R], see `order.cached_shares`."""
 
     state: CacheState
     decoded: jax.Array
@@ -42,6 +50,7 @@ class _Loop(NamedTuple):
     rows: jax.Array
     stop: jax.Array
     short: jax.Array
+    cached: jax.Array
 
 
 class _Next(NamedTuple):
@@ -68,7 +77,8 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     full = start[PLANNED] - done >= config.steps_in_flight
     state = state._replace(counters=start.at[PLANNED].add(1 - full.astype(jnp.int32)))
     no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
-    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no)
+    cached = cached_shares(config, state)
+    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no, cached)
     loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
     # Whether requests lack blocks decides about the states that the next step saves.
     state = loop.state
@@ -111,10 +121,11 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
     some = loop.decoded & one.exists
     no = jnp.zeros((), bool)
     state = jax.lax.fori_loop(0, 1 - loop.decoded, lambda _, state: schedule_decodes(config, state), state)
-    state, done, waits = jax.lax.fori_loop(
+    state, done, waits, lacks = jax.lax.fori_loop(
         0, some.astype(jnp.int32), lambda _, carry: tuple(schedule_chunk(config, carry[0], one.row, one.admit)),
-        (state, no, no),
+        (state, no, no, no),
     )  # fmt: skip
+    state = note_overtaken(config, state, one.row, done & one.admit)
     rows = loop.rows + done
     refused = some & ~done & ~waits
     stop = loop.decoded & (~one.exists | (refused & one.admit))
@@ -126,7 +137,8 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
         tried=loop.tried.at[one.row].max(some),
         rows=rows,
         stop=stop,
-        short=loop.short | refused,
+        short=loop.short | (refused & lacks),
+        cached=loop.cached,
     )
 
 
@@ -141,4 +153,5 @@ def _next(config: CacheConfig, loop: _Loop, state: CacheState, preempted_before:
     ready &= (state.requests[:, fields.LOAD] == NOTHING) | (state.requests[:, fields.LOAD] == BROUGHT)
     waiting = (status == WAITING) & ready & turn & room & (state.counters[PREEMPTED] == preempted_before)
     admit = ~started.any()
-    return _Next(first_of(config, state, jnp.where(admit, waiting, started)), started.any() | waiting.any(), admit)
+    row = jnp.where(admit, first_to_start(config, state, waiting, loop.cached), first_of(config, state, started))
+    return _Next(row, started.any() | waiting.any(), admit)
