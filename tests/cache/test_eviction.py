@@ -32,7 +32,8 @@ from tests.cache.test_random_traffic import traffic
 def config(**more) -> CacheConfig:
     """Rows in blocks of 8 tokens and one recurrent group, in one pool; hits end at multiples of 4."""
     geometry = resolve([GroupSpec("mla", "mla", 8), GroupSpec("kda", "recurrent", 8)], hash_unit=4)
-    sizes = {"pool_blocks": (48,), "max_requests": 4, "max_context": 96, "token_budget": 40, "placement": Placement(ladder=(16,))}
+    sizes = {"pool_blocks": (48,), "max_requests": 4, "max_context": 96, "token_budget": 40}
+    sizes["placement"] = Placement(ladder=(16,))
     return CacheConfig(geometry, group_pool=(0, 0), **(sizes | more))
 
 
