@@ -17,6 +17,8 @@ from hybrid_kv.geometry import GroupGeometry, GroupKind, SystemGeometry
 
 # Ring entries per block: live ones, and stale ones until the next compaction.
 RING_FACTOR = 6
+# Queues of free blocks with keys, by what they are worth, see `cache.pool`.
+BANDS = 5
 # Blocks the arrays of a pool have room for at least; beyond it they grow in powers of two.
 _LEAST_CAPACITY = 64
 

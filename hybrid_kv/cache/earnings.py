@@ -16,8 +16,6 @@ from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import BY_PLAN, EARNED, EVICTED, RECORDS, STATE_KINDS, CacheState
 
 FORK, TAIL, TURN, RETAINED, RUNGS = range(STATE_KINDS + 1)
-# Bits of a block in front of its kind.
-KIND_SHIFT = 8
 # States of a kind that are saved before it is judged, and after which half of what was seen is forgotten.
 _ENOUGH, _MANY = 16, 256
 _LEAST_SHARE = 8

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import earnings, flights, index, log
+from hybrid_kv.cache import earnings, eviction, flights, index, log
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.pool import free_keyless
@@ -16,12 +16,14 @@ from hybrid_kv.cache.state import (
     BITS,
     DONE,
     KEPT,
+    KIND_SHIFT,
     OVERFLOWED,
     PENDING_FROM,
     PENDING_STEP,
     PLACES,
     PLANNED,
     SAVED_STATES,
+    SAVING_SHIFT,
     SPARE,
     STATE,
     CacheState,
@@ -206,6 +208,7 @@ def publish_state(
     if not config.prefix_caching:
         return state
     unit = jnp.maximum(length // config.unit - 1, 0)
+    saved = _saving(config, state, row, length)
     for position, group in enumerate(config.geometry.recurrent):
         slot = jnp.where(length > 0, slots[position], 0)
         key = index.tag(state.keys[row, unit], group)
@@ -218,10 +221,24 @@ def publish_state(
                 state = log.stored(state, group, key, _parent(state, row, unit, 0, group), slot, zero, filed)
         if position == 0:
             state = earnings.note_saved(config, state, kind, filed)
-        bits = STATE + SPARE * rung.astype(jnp.int32) + jnp.left_shift(jnp.int32(kind), earnings.KIND_SHIFT)
+        bits = (
+            STATE
+            + SPARE * rung.astype(jnp.int32)
+            + (saved << SAVING_SHIFT)
+            + (jnp.asarray(kind, jnp.int32) << KIND_SHIFT)
+        )
         at = jnp.where(slot > 0, slot, config.total_blocks)
         state = state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
     return state
+
+
+def _saving(config: CacheConfig, state: CacheState, row: jax.Array, length: jax.Array) -> jax.Array:
+    """What a state of `length` tokens of a request saves beyond its next shorter point, see `eviction.saving`."""
+    fields = layout(config)
+    request = state.requests[row]
+    points = jnp.append(request[fields.points], request[fields.HIT])
+    below = jnp.where(points < length, points, 0).max()
+    return eviction.saving((length - below) // max(len(config.geometry.recurrent), 1))
 
 
 def confirm_states(

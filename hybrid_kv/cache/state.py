@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache.config import RING_FACTOR, CacheConfig, Placement
+from hybrid_kv.cache.config import BANDS, RING_FACTOR, CacheConfig, Placement
 from hybrid_kv.cache.eviction import Eviction
 from hybrid_kv.hashing import KEY_WORDS
 
@@ -24,16 +24,19 @@ NOTHING, UNDECIDED, LOADING, BROUGHT, ABANDONED = range(5)
 
 # Columns of `CacheState.blocks`; the index places of the block's keys follow (0: none).
 REF, STAMP, BITS, PENDING_STEP, PENDING_FROM, PLACES = 0, 1, 2, 3, 4, 5
-# `BITS`: content worth finding after it left its window; a hit was served from it; a state; a rung of a ladder.
+# `BITS`: content worth finding after it left its window; a hit was served from it; a state; a rung of a ladder. Then
+# two bits of what a state saves, see `eviction.saving`, and its kind, see `cache.earnings`.
 KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
+SAVING_SHIFT, KIND_SHIFT = 4, 8
 # Columns of `CacheState.entries` behind the key; the group stands there only where there is a log.
 OWNER, CHILD, GROUP = KEY_WORDS, KEY_WORDS + 1, KEY_WORDS + 2
 # Kinds of states besides the rungs of the ladder, see `cache.earnings`.
 STATE_KINDS = 4
 # Words of an event in `CacheState.log`, see `cache.log`.
 LOG_WORDS = 4 + 2 * KEY_WORDS
-# Rows of `CacheState.pools`.
-STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE, RESERVED = range(6)
+# Columns of `CacheState.pools`; the heads and tails of the rings of every band follow.
+STACK_TOP, FREE_BLOCKS, USABLE, RESERVED = range(4)
+HEADS, TAILS = slice(4, 4 + BANDS), slice(4 + BANDS, 4 + 2 * BANDS)
 # Entries of `CacheState.counters`. PLANNED, DONE: steps planned and not withdrawn, and committed, so those between them
 # are in flight. SHORT: the last step had work that found no blocks. LAST_PREFILL: the last step that had a prefill.
 CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ = range(6)
@@ -46,7 +49,9 @@ BY_PLAN = (PLANNED, SHORT, LAST_PREFILL, SKIPPED_STATES, *range(ADMISSIONS, RECO
 # Entries of `CacheState.policy`; the ladder follows.
 TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS = range(5)
 CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, OVERTAKE = range(5, 10)
-TIED, EARNED, GUARD, LADDER = range(10, 14)
+TIED, EARNED, GUARD, COVERAGE, BANDED = range(10, 15)
+STAY = slice(15, 15 + BANDS)
+LADDER = STAY.stop
 
 
 class CacheState(NamedTuple):
@@ -63,13 +68,13 @@ class CacheState(NamedTuple):
                            there is a log
     ghosts   u32[J]        fingerprints of evicted keys, direct mapped
     stack    i32[B]        free blocks without a key, per pool, last in first out
-    ring     i32[6B, 2]    free blocks with keys, per pool, least recently released first;
+    ring     i32[30B, 2]   free blocks with keys, per pool and band, see `cache.pool`, least recently released first;
                            (block, stamp), entries whose stamp is not the block's are stale
-    pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
-                           of them that an admission leaves free while others run
+    pools    i32[P, 14]    stack top, free blocks, blocks there are besides the null, and those of them that an
+                           admission leaves free while others run; head and tail of the ring of every band
     counters i32[40 + 24K + 2L] clock and totals, what each of K steps in flight has changed of them, and what kinds of
                            states have earned, see `cache.earnings`
-    policy   i32[13 + L]   `Placement`, `Eviction` and limits of the scheduler as data
+    policy   i32[20 + L]   `Placement`, `Eviction` and limits of the scheduler as data
     log      u32[E, 12]    ring of events, see `cache.log`; E is `CacheConfig.events`
     """
 
@@ -191,7 +196,7 @@ def layout(config: CacheConfig) -> RequestLayout:
 
 def policy_of(config: CacheConfig, placement: Placement, eviction: Eviction | None = None) -> np.ndarray:
     """A placement, an order of eviction (None: the configuration's) and the limits of a configuration, as the data the
-    transitions read: i32[13 + L].
+    transitions read: i32[20 + L].
 
     Raises UserError if there is no room for the placement.
     """
@@ -201,7 +206,8 @@ def policy_of(config: CacheConfig, placement: Placement, eviction: Eviction | No
     kept = (placement.tail, placement.turn_end, placement.junctions, config.interval(placement), keep)
     limits = (config.chunk_limit, config.chunk_adaptive, active, config.prefill_interval, config.overtake)
     order = config.eviction if eviction is None else eviction
-    head = (*kept, *limits, order.tied, order.earned, order.guard)
+    bands = (order.is_banded, *order.stays)
+    head = (*kept, *limits, order.tied, order.earned, order.guard, order.coverage, *bands)
     ladder = sorted(placement.ladder) + [0] * (len(config.placement.ladder) - len(placement.ladder))
     return np.array([*head, *ladder], np.int32)
 
@@ -224,7 +230,7 @@ def initial_state(config: CacheConfig, pool_blocks: tuple[int, ...] | None = Non
         entries=jnp.zeros((places, GROUP + bool(config.events)), jnp.uint32),
         ghosts=jnp.zeros((places,), jnp.uint32),
         stack=stack,
-        ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),
+        ring=jnp.zeros((BANDS * RING_FACTOR * config.total_blocks, 2), jnp.int32),
         pools=pools,
         counters=jnp.zeros((_counters(config),), jnp.int32),
         policy=jnp.asarray(policy_of(config, config.placement)),
@@ -250,5 +256,5 @@ def _all_free(config: CacheConfig, usable: jax.Array, reserved: jax.Array) -> tu
     for pool, (first, room) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
         lane = jnp.arange(room, dtype=jnp.int32)
         parts.append(jnp.where(lane < usable[pool], first + usable[pool] - lane, 0))
-    zero = jnp.zeros_like(usable)
-    return jnp.concatenate(parts), jnp.stack([usable, zero, zero, usable, usable, reserved], 1)
+    rings = jnp.zeros((usable.shape[0], 2 * BANDS), jnp.int32)
+    return jnp.concatenate(parts), jnp.concatenate([jnp.stack([usable, usable, usable, reserved], 1), rings], 1)

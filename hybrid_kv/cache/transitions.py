@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import flights, index, log, pool
+from hybrid_kv.cache import earnings, flights, index, log, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.publish import (
@@ -25,9 +25,12 @@ from hybrid_kv.cache.publish import (
 )
 from hybrid_kv.cache.state import (
     ABANDONED,
+    BITS,
     BROUGHT,
+    COVERAGE,
     DONE,
     FREE,
+    KIND_SHIFT,
     LOADING,
     NEXT_SEQ,
     NOTHING,
@@ -39,6 +42,7 @@ from hybrid_kv.cache.state import (
     CacheState,
     forget_all,
     layout,
+    read_first,
 )
 from hybrid_kv.cache.statistics import take_back
 from hybrid_kv.cache.windows import leave_windows, part
@@ -267,8 +271,10 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     flight = flights.every(config, request)
     emitted = flight.slots.reshape(fields.flights * fields.emissions, fields.recurrent)
     turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
-    lengths, found = _own_states(config, state, row)
+    lengths, found, superseded = _own_states(config, state, row)
     held = [_Part(group, found[:, nth], lengths, drop=False) for nth, group in enumerate(geometry.recurrent)]
+    for nth, group in enumerate(geometry.recurrent):
+        held.append(_Part(group, superseded[nth : nth + 1], request[fields.HIT][None], drop=False, first=True))
     for position, group in enumerate(geometry.paged):
         first, columns = config.column_offset[position], config.columns[position]
         table = jax.lax.dynamic_slice(state.tables, (row, first), (1, columns))[0]
@@ -286,19 +292,22 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
 
 
 class _Part(NamedTuple):
-    """Blocks i32[n] of a group (0: none), the tokens before them, and whether a reference is dropped or they only count
-    as used."""
+    """Blocks i32[n] of a group (0: none), the tokens before them, whether a reference is dropped or they only count as
+    used, and whether they go before everything else."""
 
     group: int
     ids: jax.Array
     depth: jax.Array
     drop: bool = True
+    first: bool = False
 
 
-def _own_states(config: CacheConfig, state: CacheState, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """States of a request's prefix that count as used with it, ascending: lengths i32[n], blocks i32[n, recurrent].
+def _own_states(config: CacheConfig, state: CacheState, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """States of a request's prefix that count as used with it, ascending, and the superseded one that goes first:
+    lengths i32[n], blocks i32[n, recurrent], i32[recurrent].
 
-    Those of its points and its hit. Tied: also those at its turn's ends; and not of its hit, if it has a longer one.
+    Those of its points and its hit. Tied: also those at its turn's ends; and not of its hit, if it has a longer one,
+    which is superseded then.
     """
     fields = layout(config)
     request, tied = state.requests[row], state.policy[TIED] > 0
@@ -308,13 +317,17 @@ def _own_states(config: CacheConfig, state: CacheState, row: jax.Array) -> tuple
     lengths = jnp.where(lengths <= jnp.minimum(request[fields.COMPUTED], named), lengths, 0)
     lengths = jnp.where(jnp.append(True, lengths[1:] != lengths[:-1]), lengths, 0)
     if not (config.prefix_caching and config.geometry.recurrent):
-        return lengths, jnp.zeros((lengths.shape[0], len(config.geometry.recurrent)), jnp.int32)
+        none = jnp.zeros((lengths.shape[0], len(config.geometry.recurrent)), jnp.int32)
+        return lengths, none, none[0]
     keys = state.keys[row, jnp.maximum(lengths // config.unit - 1, 0)]
     blocks = [index.find(state.entries, index.tag(keys, group)).block for group in config.geometry.recurrent]
     found = jnp.where((lengths > 0)[:, None], jnp.stack(blocks, -1), 0)
     longest = jnp.where((found > 0).all(1), lengths, 0).max()
-    superseded = tied & (lengths == request[fields.HIT]) & (lengths < longest)
-    return lengths, jnp.where(superseded[:, None], 0, found)
+    superseded = (tied & (lengths > 0) & (lengths == request[fields.HIT]) & (lengths < longest))[:, None]
+    old = jnp.where(superseded, found, 0).max(0)
+    fork = read_first(lambda state: state.blocks[old, BITS] >> KIND_SHIFT, state) == earnings.FORK
+    covered = jnp.where((state.policy[COVERAGE] > 0) & ~fork, old, 0)
+    return lengths, jnp.where(superseded, 0, found), covered
 
 
 def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], deepest: jax.Array) -> CacheState:
@@ -328,7 +341,8 @@ def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], de
         ids, depth = (jnp.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "depth"))
         drop = jnp.concatenate([jnp.full(part.ids.shape, part.drop) for part in parts])
         rows = jnp.concatenate([jnp.full(part.ids.shape, part.group in config.geometry.paged) for part in parts])
-        first = rows & tied & (depth >= deepest) & bool(config.geometry.recurrent)
+        first = jnp.concatenate([jnp.full(part.ids.shape, part.first) for part in parts])
+        first |= rows & tied & (depth >= deepest) & bool(config.geometry.recurrent)
         # A state needs no rows from its depth on.
         order = jnp.argsort(jnp.where(tied, -2 * depth - rows, 0), stable=True)
         state = pool.release(config, state, number, ids[order], first[order], drop[order])

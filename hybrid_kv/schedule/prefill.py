@@ -28,6 +28,7 @@ from hybrid_kv.cache.state import (
     BROUGHT,
     CHUNK,
     FREE,
+    KIND_SHIFT,
     NOTHING,
     PLANNED,
     RESERVED,
@@ -241,7 +242,7 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         state = pool.touch(config, state, config.group_pool[group], slot[None])
         request = request.at[fields.read.start + position].set(jnp.where(ok, slot, request[fields.read][position]))
     if config.geometry.recurrent:
-        kind = state.blocks[hit.states[0], BITS] >> earnings.KIND_SHIFT
+        kind = state.blocks[hit.states[0], BITS] >> KIND_SHIFT
         state = earnings.note_hit(config, state, kind, (hit.hit - hit.below) // config.unit, ok & (hit.hit > 0))
     for position, group in enumerate(config.geometry.recurrent):
         state, ids = pool.take(config, state, config.group_pool[group], ok.astype(jnp.int32), 1)

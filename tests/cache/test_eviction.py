@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from hybrid_kv.cache import earnings
-from hybrid_kv.cache.config import RING_FACTOR, CacheConfig, Placement
+from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.eviction import JOINT, LRU, TIED
+from hybrid_kv.cache.pool import _in_order
 from hybrid_kv.cache.state import (
     BITS,
     EVICTED,
-    REF,
+    FREE_BLOCKS,
     REUSED,
-    RING_HEAD,
-    RING_TAIL,
     SKIPPED_STATES,
-    STAMP,
+    STACK_TOP,
     STATE,
     initial_state,
     layout,
@@ -43,11 +42,9 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 def given_up(serving: Serving) -> list[int]:
     """Blocks that are free and have keys, in the order in which they would be taken."""
-    state = serving.state
-    head, tail = (int(state.pools[0, part]) for part in (RING_HEAD, RING_TAIL))
-    at = np.arange(head, tail) % (RING_FACTOR * serving.config.capacity[0])
-    entries, blocks = np.asarray(state.ring)[at], np.asarray(state.blocks)
-    return [block for block, stamp in entries if block and blocks[block, REF] == 0 and blocks[block, STAMP] == stamp]
+    free = int(serving.state.pools[0, FREE_BLOCKS]) - int(serving.state.pools[0, STACK_TOP])
+    ids = jnp.zeros((free,), jnp.int32)
+    return np.asarray(_in_order(serving.config, serving.state, 0, ids, jnp.int32(0), jnp.int32(free))[0]).tolist()
 
 
 def what_goes(serving: Serving) -> list[str]:
