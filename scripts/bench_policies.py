@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_kv.cache.config import CacheConfig, Placement
-from hybrid_kv.cache.eviction import JOINT, LRU, TIED, Eviction
+from hybrid_kv.cache.eviction import COVERAGE, JOINT, LRU, TIED, Eviction, utility
 from hybrid_kv.cache.state import initial_state
 from hybrid_kv.cache.statistics import statistics
 from hybrid_kv.errors import UserError
@@ -50,6 +50,11 @@ class Policy:
 POLICIES = {
     "lru": Policy(LRU),
     "tied": Policy(TIED),
+    "coverage": Policy(COVERAGE),
+    "admission": Policy(dataclasses.replace(TIED, guard=True)),
+    "alpha 10": Policy(utility(10)),
+    "alpha 100": Policy(utility(100)),
+    "alpha 1000": Policy(utility(1000)),
     "joint, eviction alone": Policy(JOINT),
     "joint": Policy(JOINT, watermark=0.75, overtake=8),
 }

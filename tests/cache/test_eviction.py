@@ -7,17 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybrid_kv.cache import earnings
+from hybrid_kv.cache import earnings, pool
 from hybrid_kv.cache.config import CacheConfig, Placement
-from hybrid_kv.cache.eviction import JOINT, LRU, TIED
+from hybrid_kv.cache.eviction import COVERAGE, JOINT, LRU, TIED, Eviction, utility
 from hybrid_kv.cache.pool import _in_order
 from hybrid_kv.cache.state import (
     BITS,
     EVICTED,
     FREE_BLOCKS,
+    PLACES,
     REUSED,
     SKIPPED_STATES,
     STACK_TOP,
+    STAMP,
     STATE,
     initial_state,
     layout,
@@ -56,10 +58,42 @@ def what_goes(serving: Serving) -> list[str]:
     return ["state" if bits[block] & STATE else f"rows {rows[block]}" for block in given_up(serving)]
 
 
-@pytest.mark.parametrize("eviction", [LRU, TIED, JOINT])
+@pytest.mark.parametrize("eviction", [LRU, COVERAGE, JOINT, dataclasses.replace(utility(4_000), reused=9, guard=True)])
 def test_random_traffic_is_sound_whatever_goes_first_and_whoever_starts(eviction):
     counts = traffic(config(eviction=eviction, overtake=2 if eviction.earned else 0, watermark=0.4), 0)
     assert counts["hits"] and counts["evicted"] and counts["withdrawn"]
+
+
+def test_what_is_taken_next_is_the_least_useful_of_all_free_blocks():
+    kept = Eviction(alpha=4, reused=7)
+    cache = config(eviction=kept)
+    state, rng = initial_state(cache), np.random.default_rng(0)
+    state, ids = pool.take(cache, state, 0, jnp.int32(40), 40)
+    bits = rng.choice([0, REUSED, STATE, STATE | 1 << 4, STATE | 2 << 4, STATE | REUSED], 40)
+    blocks = state.blocks.at[ids, BITS].set(jnp.asarray(bits, jnp.int32)).at[ids, PLACES].set(1)
+    state = pool.release(cache, state._replace(blocks=blocks), 0, jnp.asarray(rng.permutation(np.asarray(ids))))
+    worth = np.select(
+        [bits & REUSED > 0, bits == STATE, bits == STATE | 1 << 4],
+        [kept.stays[4], kept.stays[1], kept.stays[2]],
+        kept.stays[3],
+    )
+    useful = dict(zip(np.asarray(ids).tolist(), worth + np.asarray(state.blocks)[np.asarray(ids), STAMP], strict=True))
+    taken = np.asarray(_in_order(cache, state, 0, jnp.zeros((40,), jnp.int32), jnp.int32(0), jnp.int32(40))[0])
+    assert sorted(taken) == sorted(useful)
+    assert [useful[block] for block in taken] == sorted(useful.values())
+
+
+def test_a_superseded_state_that_is_no_fork_goes_first_of_all_where_coverage_counts():
+    serving = Serving(config(eviction=COVERAGE))
+    slot = serving.add(prompt(0, 21), 4)
+    said = serving.live[slot][0]
+    serving.run()
+    serving.add(prompt(1, 8), 1)
+    serving.run()
+    serving.add([*said, *prompt(2, 20)], 4)
+    serving.run()
+    bits = np.asarray(serving.state.blocks)[given_up(serving)[0], BITS]
+    assert bits & (STATE | REUSED) == STATE | REUSED
 
 
 def test_a_prefix_goes_from_its_end_and_its_states_with_their_rows():
