@@ -52,9 +52,9 @@ POLICIES = {
     "tied": Policy(TIED),
     "coverage": Policy(COVERAGE),
     "admission": Policy(dataclasses.replace(TIED, guard=True)),
-    "alpha 10": Policy(utility(10)),
-    "alpha 100": Policy(utility(100)),
-    "alpha 1000": Policy(utility(1000)),
+    "alpha 10": Policy(utility(10.0)),
+    "alpha 100": Policy(utility(100.0)),
+    "alpha 1000": Policy(utility(1000.0)),
     "joint, eviction alone": Policy(JOINT),
     "joint": Policy(JOINT, watermark=0.75, overtake=8),
 }

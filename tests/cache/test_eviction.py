@@ -58,14 +58,16 @@ def what_goes(serving: Serving) -> list[str]:
     return ["state" if bits[block] & STATE else f"rows {rows[block]}" for block in given_up(serving)]
 
 
-@pytest.mark.parametrize("eviction", [LRU, COVERAGE, JOINT, dataclasses.replace(utility(4_000), reused=9, guard=True)])
+@pytest.mark.parametrize(
+    "eviction", [LRU, COVERAGE, JOINT, dataclasses.replace(utility(4_000.0), reused=9.0, guard=True)]
+)
 def test_random_traffic_is_sound_whatever_goes_first_and_whoever_starts(eviction):
     counts = traffic(config(eviction=eviction, overtake=2 if eviction.earned else 0, watermark=0.4), 0)
     assert counts["hits"] and counts["evicted"] and counts["withdrawn"]
 
 
 def test_what_is_taken_next_is_the_least_useful_of_all_free_blocks():
-    kept = Eviction(alpha=4, reused=7)
+    kept = Eviction(alpha=4.0, reused=7.0)
     cache = config(eviction=kept)
     state, rng = initial_state(cache), np.random.default_rng(0)
     state, ids = pool.take(cache, state, 0, jnp.int32(40), 40)
