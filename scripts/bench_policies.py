@@ -2,7 +2,7 @@
 """Hit rate of the compiled core on published traces: orders of eviction side by side, pools of several sizes.
 
     .venv/bin/python scripts/bench_policies.py --traces FOLDER [--trace miniswe ...] [--pool inf 10% ...]
-        [--policy lru tied joint ...] [--live 8] [--json] [--plot FILE]
+        [--policy lru tied joint ...] [--live 8 1] [--json] [--plot FILE]
 
 Closed loop: the next request in trace order comes as soon as fewer than `--live` are, those of a session one after the
 other; steps of 8,192 tokens; an answer comes in runs of 64 tokens. One pool: a page is 1,536 tokens of MLA rows, found
@@ -14,11 +14,14 @@ all policies and pools of a trace.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
 
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.eviction import COVERAGE, JOINT, LRU, TIED, Eviction, utility
@@ -104,13 +107,14 @@ def runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in options.trace:
         arrivals = list(reference(options.traces, name))[: options.requests]
         longest = max(len(one.prompt) + max(len(one.answer), 1) for one in arrivals) + UNIT
-        config = config_of(UNLIMITED * NEEDED[name], options.live, longest)
-        requests = sessions.traffic(config, arrivals)
-        for pool in options.pool:
+        config = config_of(UNLIMITED * NEEDED[name], max(options.live), longest)
+        all_requests = sessions.traffic(config, arrivals)
+        for live, pool in itertools.product(options.live, options.pool):
+            requests = all_requests._replace(live=jnp.int32(live))
             share = UNLIMITED if pool == "inf" else float(pool.rstrip("%")) / 100
             pages = round(NEEDED[name] * share)
             for policy in options.policy:
-                row = {"trace": name, "live": options.live, "pool": pool, "pages": pages, "policy": policy}
+                row = {"trace": name, "live": live, "pool": pool, "pages": pages, "policy": policy}
                 if pages <= config.blocks_of(longest)[0]:
                     yield row | {"skipped": "the longest request does not fit"}
                     continue
@@ -123,18 +127,19 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("plot", str(path), "install the plot extra: pip install 'hybrid-kv[plot]'") from None
-    names = list(dict.fromkeys(row["trace"] for row in rows))
-    figure = Figure(figsize=(4 * len(names), 4), layout="constrained")
+    pictures = list(dict.fromkeys((row["trace"], row["live"]) for row in rows))
     pools = list(dict.fromkeys(row["pool"] for row in rows))
-    for nth, name in enumerate(names, 1):
-        axes = figure.add_subplot(1, len(names), nth)
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            mine = [row for row in rows if (row["trace"], row["policy"]) == (name, policy) and "hit %" in row]
-            axes.plot(
-                [pools.index(row["pool"]) for row in mine], [row["hit %"] for row in mine], marker=".", label=policy
-            )
-        axes.set(title=name, xlabel="pool, of the pages needed", ylabel="% of prompt tokens", xticks=range(len(pools)))
-        axes.set_xticklabels(pools)
+    figure = Figure(figsize=(4 * len(pictures), 4), layout="constrained")
+    for nth, picture in enumerate(pictures, 1):
+        axes = figure.add_subplot(1, len(pictures), nth)
+        shown = [row for row in rows if (row["trace"], row["live"]) == picture and "hit %" in row]
+        for policy in dict.fromkeys(row["policy"] for row in shown):
+            mine = [row for row in shown if row["policy"] == policy]
+            at = [pools.index(row["pool"]) for row in mine]
+            axes.plot(at, [row["hit %"] for row in mine], marker=".", label=policy)
+        title = f"{picture[0]}, {picture[1]} at once"
+        axes.set(title=title, xlabel="pool, of the pages needed", ylabel="% of prompt tokens")
+        axes.set_xticks(range(len(pools)), pools)
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
@@ -146,7 +151,7 @@ def main() -> None:
     parser.add_argument("--trace", nargs="+", default=["miniswe", "magagent", "synthetic", "conversation+", "cc"])
     parser.add_argument("--pool", nargs="+", default=["inf", "10%"])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--live", type=int, default=8, help="requests at once; 1: one after the other")
+    parser.add_argument("--live", nargs="+", type=int, default=[8], help="requests at once; 1: one after the other")
     parser.add_argument("--requests", type=int, default=None, help="only the first so many")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, default=None, help="also draw the hit rates to this file")

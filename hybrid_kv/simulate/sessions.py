@@ -1,8 +1,8 @@
 """A closed loop of sessions as one pure function: requests, answers and their keys known beforehand, arrivals inside.
 
-The next request in order comes as soon as a slot is free, those of a session one after the other. A decoding request
-verifies as many drafts as the configuration allows and all are right, so an answer comes in runs. Nothing goes to the
-host before the end: what was served stands in the counters.
+The next request in order comes as soon as fewer than so many are live, those of a session one after the other. A
+decoding request verifies as many drafts as the configuration allows and all are right, so an answer comes in runs.
+Nothing goes to the host before the end: what was served stands in the counters.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from hybrid_kv.simulate.workloads import Arrival
 
 class Traffic(NamedTuple):
     """Requests in the order they come. prompt, total: tokens i32[N], of the prompt and with the answer. session: i32[N]
-    number. keys: u32[N, U, 4] hash chain of prompt and answer, `CacheConfig.units` long."""
+    number. keys: u32[N, U, 4] hash chain of prompt and answer, `CacheConfig.units` long. live: i32, requests at once,
+    no more than there are slots for."""
 
     prompt: jax.Array
     total: jax.Array
     session: jax.Array
     keys: jax.Array
+    live: jax.Array
 
 
 class Loop(NamedTuple):
@@ -46,8 +48,8 @@ class Loop(NamedTuple):
     prefilled: jax.Array
 
 
-def traffic(config: CacheConfig, arrivals: Sequence[Arrival]) -> Traffic:
-    """Arrays of requests; an answer without tokens counts as one token."""
+def traffic(config: CacheConfig, arrivals: Sequence[Arrival], live: int | None = None) -> Traffic:
+    """Arrays of requests; an answer without tokens counts as one token. live: None for as many as there are slots."""
     numbers: dict[Hashable, int] = {}
     session = [numbers.setdefault(one.session, len(numbers)) for one in arrivals]
     keys = np.zeros((len(arrivals), config.units, hashing.KEY_WORDS), np.uint32)
@@ -56,7 +58,9 @@ def traffic(config: CacheConfig, arrivals: Sequence[Arrival]) -> Traffic:
     for number, one in enumerate(arrivals):
         chain = hashing.chain(np.concatenate([one.prompt, one.answer]).astype(np.int32), config.unit, hashing.seed())
         keys[number, : len(chain)] = chain[: config.units]
-    return Traffic(jnp.asarray(prompt), jnp.asarray(total), jnp.asarray(np.array(session, np.int32)), jnp.asarray(keys))
+    most = jnp.int32(config.max_requests if live is None else live)
+    sessions = jnp.asarray(np.array(session, np.int32))
+    return Traffic(jnp.asarray(prompt), jnp.asarray(total), sessions, jnp.asarray(keys), most)
 
 
 def begin(config: CacheConfig, state: CacheState, requests: Traffic) -> Loop:
@@ -115,7 +119,7 @@ def _send(config: CacheConfig, requests: Traffic, loop: Loop) -> tuple[CacheStat
         state, owner, sent = carry
         busy = jnp.where(owner >= 0, requests.session[jnp.maximum(owner, 0)], -1)
         ready = ~sent & (requests.session[:, None] != busy[None, :]).all(1)
-        free = (state.requests[:, layout(config).STATUS] == FREE).any()
+        free = (state.requests[:, layout(config).STATUS] == FREE).any() & ((owner >= 0).sum() < requests.live)
         return free & ready.any(), jnp.argmax(ready).astype(jnp.int32)
 
     def send(carry):
