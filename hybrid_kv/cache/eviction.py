@@ -28,7 +28,8 @@ _TOKENS = (128, 512, 1536)
 class Eviction:
     """tied: rows and states that a request has used are released by depth, the deepest first; rows behind its last
     state go before everything else with a key; a state that a deeper one of the same request has superseded does not
-    count as used again. Off: states count as used before the rows, and one that only the ladder asks for goes first.
+    count as used again; and a request that waits for the watermark alone keeps nobody from saving states. Off: states
+    count as used before the rows, and one that only the ladder asks for goes first.
     coverage: superseded states go before everything else with a key (with `tied`); forks save states of their own.
     earned: once anything has been evicted, states are saved only of the kinds that are come back to, see
     `cache.earnings`; those of forks always are.

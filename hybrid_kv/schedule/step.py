@@ -20,6 +20,7 @@ from hybrid_kv.cache.state import (
     PREFILL_EVERY,
     RUNNING,
     SHORT,
+    TIED,
     WAITING,
     CacheState,
     layout,
@@ -137,7 +138,7 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
         tried=loop.tried.at[one.row].max(some),
         rows=rows,
         stop=stop,
-        short=loop.short | (refused & lacks),
+        short=loop.short | (refused & (lacks | (state.policy[TIED] == 0))),
         cached=loop.cached,
     )
 
