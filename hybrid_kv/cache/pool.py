@@ -50,6 +50,8 @@ from hybrid_kv.cache.state import (
 # Free blocks enter a ring twice in one transition at most, so after compaction it holds no more than four entries per
 # block; a refresh may fill it up to here, which leaves room for the former.
 _REFRESH_ROOM = RING_FACTOR - 2
+# Entries of every band that are looked at together.
+_WINDOW = 64
 # Stamps there are, from 1 on: as many as a signed word holds.
 _STAMPS = np.uint32((1 << 31) - 1)
 _MOST = jnp.iinfo(jnp.int32).max
@@ -108,7 +110,7 @@ def _in_order(
     before: bits of a block (0: none) in front of which it stops, should there be one that has them all.
     """
     most, capacity = ids.shape[0], RING_FACTOR * config.capacity[pool]
-    window = min(max(most, 8), capacity)
+    window = min(max(most, 8), _WINDOW, capacity)
     ahead, bands = jnp.arange(window, dtype=jnp.int32), jnp.arange(BANDS, dtype=jnp.int32)
     ring_first = _ring_first(config, pool)
     tails, stays = state.pools[pool, TAILS], state.policy[STAY]
@@ -276,11 +278,10 @@ def _stamps(state: CacheState, nth: jax.Array, count: jax.Array) -> tuple[jax.Ar
     return state.counters.at[CLOCK].set(after.astype(jnp.int32)), stamps.astype(jnp.int32)
 
 
-def before_reused_state(config: CacheConfig, state: CacheState, pool: int, most: int) -> jax.Array:
-    """How many blocks, `most` at most, can be taken before a state that a hit was served from would be."""
-    ids, top = jnp.zeros((most,), jnp.int32), state.pools[pool, STACK_TOP]
-    got = jnp.minimum(top, most)
-    return _in_order(config, state, pool, ids, got, jnp.int32(most), before=STATE | REUSED)[2]
+def before_reused_state(config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int) -> jax.Array:
+    """How many of `count` <= `most` blocks can be taken before a state that a hit was served from would be."""
+    ids, got = jnp.zeros((most,), jnp.int32), jnp.minimum(state.pools[pool, STACK_TOP], count)
+    return _in_order(config, state, pool, ids, got, count, before=STATE | REUSED)[2]
 
 
 def free_keyless(config: CacheConfig, state: CacheState, pool: jax.Array, block: jax.Array) -> CacheState:

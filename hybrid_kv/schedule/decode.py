@@ -122,7 +122,9 @@ def _keep_turn_end(
     waiting = (state.requests[:, fields.STATUS] == WAITING).sum(dtype=jnp.int32)
     idle = (state.requests[:, fields.STATUS] != RUNNING).any().astype(jnp.int32)
     most = fields.turns * config.max_requests
-    room = jnp.minimum(spare_states(config, state) - jnp.maximum(waiting, idle), unreused_states(config, state, most))
+    wanted = fields.turns * lacks.sum(dtype=jnp.int32)
+    unreused = unreused_states(config, state, wanted, most)
+    room = jnp.minimum(spare_states(config, state) - jnp.maximum(waiting, idle), unreused)
     room = jnp.where(state.counters[SHORT] > 0, 0, room)
     granted = lacks & (fields.turns * jnp.cumsum(lacks.astype(jnp.int32)) <= room)
     count = fields.turns * granted.sum(dtype=jnp.int32)
@@ -146,11 +148,12 @@ def spare_states(config: CacheConfig, state: CacheState) -> jax.Array:
     return jnp.stack(spare).min()
 
 
-def unreused_states(config: CacheConfig, state: CacheState, most: int) -> jax.Array:
-    """States, `most` at most, that could be taken without displacing one that a hit was served from, if those are
-    guarded."""
+def unreused_states(config: CacheConfig, state: CacheState, count: jax.Array, most: int) -> jax.Array:
+    """States, `count` <= `most` at most, that could be taken without displacing one that a hit was served from, if
+    those are guarded."""
     pools = [config.group_pool[group] for group in config.geometry.recurrent]
-    free = [
-        pool.before_reused_state(config, state, p, most * pools.count(p)) // pools.count(p) for p in sorted(set(pools))
-    ]
-    return jnp.where(state.policy[GUARD] > 0, jnp.stack(free).min(), most)
+    guarded, free = state.policy[GUARD] > 0, []
+    for p in sorted(set(pools)):
+        wanted, times = jnp.where(guarded, count, 0), pools.count(p)
+        free.append(pool.before_reused_state(config, state, p, wanted * times, most * times) // times)
+    return jnp.where(guarded, jnp.stack(free).min(), count)
