@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from hybrid_kv.cache import flights
-from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
+from hybrid_kv.cache.config import BANDS, RING_FACTOR, CacheConfig
 from hybrid_kv.cache.state import (
     DONE,
     FREE,
     FREE_BLOCKS,
+    HEADS,
     LOADING,
     OWNERS,
     PENDING_STEP,
     PLACES,
     REF,
-    RING_HEAD,
-    RING_TAIL,
     RUNNING,
     STACK_TOP,
     STAMP,
+    TAILS,
     WAITING,
     CacheState,
     layout,
@@ -68,11 +68,15 @@ def _settled(state: CacheState, blocks: np.ndarray) -> np.ndarray:
 def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
     problems = []
     for pool, (first, count) in enumerate(zip(config.pool_offset, config.pool_blocks, strict=True)):
-        top, head, tail, free = (int(state.pools[pool, i]) for i in (STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS))
+        top, free = (int(state.pools[pool, i]) for i in (STACK_TOP, FREE_BLOCKS))
+        heads, tails = state.pools[pool, HEADS], state.pools[pool, TAILS]
         capacity = RING_FACTOR * config.capacity[pool]
         stack = state.stack[first : first + top]
-        at = RING_FACTOR * first + np.arange(head, tail) % capacity
-        entries = state.ring[at]
+        at = [
+            BANDS * RING_FACTOR * first + band * capacity + np.arange(head, tail) % capacity
+            for band, (head, tail) in enumerate(zip(heads, tails, strict=True))
+        ]
+        entries = state.ring[np.concatenate(at)]
         rows = state.blocks[entries[:, 0]]
         ring = entries[(rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0), 0]
         listed = np.sort(np.concatenate([stack, ring]))
@@ -83,7 +87,7 @@ def _free_lists(config: CacheConfig, state: CacheState) -> list[str]:
             problems.append(f"pool {pool}: counts {free} free blocks, {len(unused)} are")
         if state.blocks[stack, PLACES:].any():
             problems.append(f"pool {pool}: a block with a key lies among the keyless")
-        if tail - head > capacity:
+        if (tails - heads > capacity).any():
             problems.append(f"pool {pool}: the ring overran")
     return problems
 

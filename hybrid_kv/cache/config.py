@@ -11,11 +11,14 @@ import jax
 
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.emission import SEVERAL, EmissionCapability, Tokens, Truth
+from hybrid_kv.cache.eviction import LRU, Eviction
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupGeometry, GroupKind, SystemGeometry
 
 # Ring entries per block: live ones, and stale ones until the next compaction.
 RING_FACTOR = 6
+# Queues of free blocks with keys, by what they are worth, see `cache.pool`.
+BANDS = 5
 # Blocks the arrays of a pool have room for at least; beyond it they grow in powers of two.
 _LEAST_CAPACITY = 64
 
@@ -49,6 +52,7 @@ class CacheConfig:
     chunk_adaptive: it may be as long as a fair share of the step's tokens. max_active: requests that run at once, None
     for as many as there are slots. prefill_interval: steps from one with a prefill to the next, while others decode.
     watermark: share of every pool that an admission leaves free while others run.
+    overtake: how often a waiting request may be overtaken by one of which more is cached; 0: the oldest goes first.
     steps_in_flight: steps that may be planned and not yet committed. 2: one is planned while the one before it runs.
     max_prefills: prefill rows of a step at most. max_drafts: draft tokens a row verifies at most.
     slots_ahead: rows taken beyond the scheduled tokens, where a drafter writes.
@@ -57,11 +61,12 @@ class CacheConfig:
     priority: requests of a lower priority number go first, else the oldest.
     loads: a store outside the pools may bring content, see `cache.external`.
     emission: states that the back end can save inside a chunk; where it cannot save what is wanted, the chunk ends.
+    eviction: which blocks that nobody holds are taken first, see `cache.eviction`.
     utility: what blocks that nobody holds are worth, so that the least of them are taken first, see `cache.pool`; None:
     the least recently released.
     events: entries of the log that `cache.events` reads, a power of two; 0: no log.
-    placement: what a new state starts with; other values that need no more room may be set in the state, as those
-    from chunk_limit to watermark may.
+    placement, eviction: what a new state starts with; other values that need no more room may be set in the state, as
+    those from chunk_limit to overtake may.
     """
 
     geometry: SystemGeometry
@@ -75,6 +80,7 @@ class CacheConfig:
     max_active: int | None = None
     prefill_interval: int = 1
     watermark: float = 0.0
+    overtake: int = 0
     steps_in_flight: int = 1
     max_prefills: int = 8
     max_drafts: int = 0
@@ -86,6 +92,7 @@ class CacheConfig:
     loads: bool = False
     emission: EmissionCapability = SEVERAL
     placement: Placement = Placement()
+    eviction: Eviction = LRU
     prefix_caching: bool = True
     events: int = 0
     utility: Callable[..., jax.Array] | None = None
@@ -112,7 +119,7 @@ class CacheConfig:
             raise UserError("max_active", self.max_active, "use at least 1, or None")
         if not 0 <= self.watermark < 1:
             raise UserError("watermark", self.watermark, "use a share of the pool, from 0 to below 1")
-        for field in ("max_drafts", "slots_ahead"):
+        for field in ("max_drafts", "slots_ahead", "overtake"):
             if getattr(self, field) < 0:
                 raise UserError(field, getattr(self, field), "use 0 or more")
         if self.events < 0 or self.events & (self.events - 1) or self.events > 1 << 24:
@@ -174,6 +181,8 @@ class CacheConfig:
             max_active=None,
             prefill_interval=1,
             watermark=0.0,
+            overtake=0,
+            eviction=LRU,
         )
 
     def interval(self, placement: Placement) -> int:

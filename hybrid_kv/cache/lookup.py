@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import CacheConfig
@@ -38,7 +39,7 @@ class Hit(NamedTuple):
     deepest first (0: none). reason: `Reason` of what was not served. wait: a longer hit exists once the step in
     flight is done. tables: i32[C] blocks of the groups with tables, columns side by side (0: none); where the hit
     ends inside a block that column holds the block to copy from. states: i32[number of recurrent groups] the state
-    at the hit (0 at hit 0).
+    at the hit (0 at hit 0). below: the longest shorter prefix that has a state too.
     """
 
     hit: jax.Array
@@ -48,6 +49,7 @@ class Hit(NamedTuple):
     wait: jax.Array
     tables: jax.Array
     states: jax.Array
+    below: jax.Array
 
 
 def no_hit(config: CacheConfig) -> Hit:
@@ -61,6 +63,7 @@ def no_hit(config: CacheConfig) -> Hit:
         jnp.zeros((), bool),
         jnp.zeros((max(sum(config.columns), 1),), jnp.int32),
         jnp.zeros((len(config.geometry.recurrent),), jnp.int32),
+        none,
     )
 
 
@@ -111,7 +114,15 @@ def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.A
         wait=wait,
         tables=jnp.concatenate(tables) if tables else jnp.zeros((1,), jnp.int32),
         states=jnp.stack(states) if states else jnp.zeros((0,), jnp.int32),
+        below=_below(config, chosen, units) * unit,
     )
+
+
+def _below(config: CacheConfig, blocks: jax.Array, units: jax.Array) -> jax.Array:
+    """The longest prefix of less than `units` units with a state in every recurrent group: blocks i32[groups, U]."""
+    end = jnp.arange(1, config.units + 1, dtype=jnp.int32)
+    served = (blocks[np.array(config.geometry.recurrent, np.int32)] > 0).all(0) & (end < units)
+    return jnp.where(served, end, 0).max(initial=0)
 
 
 class Here(NamedTuple):

@@ -1,9 +1,11 @@
-"""Block pools: exact least-recently-used order without a sort.
+"""Block pools: least recently used first, or least useful, without a sort.
 
-Free blocks without a key lie on a stack and are reused first, newest first. Free blocks with keys
-lie in a ring in the order they were released; touching one leaves a stale entry behind that is
-recognised by its stamp and skipped later. A rung of a ladder that nobody asked for goes to the ring's front, so it is
-taken before everything else that has a key.
+Free blocks without a key lie on a stack and are reused first, newest first. Free blocks with keys lie in rings, one for
+each band of `cache.eviction`, in the order they were released; touching one leaves a stale entry behind that is
+recognised by its stamp and skipped later. What is to go first goes to the front of the first band. All blocks of a band
+stay equally longer than their age says, so its order of release is its order of utility, and only the heads of the
+bands are compared: what an eviction costs does not grow with the pool, and with one band it is exactly the order of
+release.
 
 Another order of blocks with keys is a utility: `CacheConfig.utility(config, state, pool)` gives every block of a pool a
 number, i32[capacity], and the lowest go first, of equals the one with the lower id. It is computed anew whenever blocks
@@ -15,31 +17,33 @@ meant to be inlined in a jitted transition.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import index
-from hybrid_kv.cache.config import RING_FACTOR, CacheConfig
+from hybrid_kv.cache import eviction, index
+from hybrid_kv.cache.config import BANDS, RING_FACTOR, CacheConfig
 from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.state import (
+    BANDED,
     BITS,
     CLOCK,
     EVICTED,
     FREE_BLOCKS,
+    HEADS,
     PLACES,
     REF,
     REUSED,
-    RING_HEAD,
-    RING_TAIL,
+    SAVING_SHIFT,
     SPARE,
     STACK_TOP,
     STAMP,
     STATE,
-    USABLE,
+    STAY,
+    TAILS,
+    TIED,
     CacheState,
     read_first,
 )
@@ -47,6 +51,8 @@ from hybrid_kv.cache.state import (
 # Free blocks enter a ring twice in one transition at most, so after compaction it holds no more than four entries per
 # block; a refresh may fill it up to here, which leaves room for the former.
 _REFRESH_ROOM = RING_FACTOR - 2
+# Entries of every band that are looked at together.
+_WINDOW = 64
 # Stamps there are, from 1 on: as many as a signed word holds.
 _STAMPS = np.uint32((1 << 31) - 1)
 _MOST = jnp.iinfo(jnp.int32).max
@@ -76,8 +82,11 @@ def take(
     top = state.pools[pool, STACK_TOP]
     from_stack = jnp.minimum(count, top)
     ids = jnp.where(lane < from_stack, state.stack[first + jnp.maximum(top - 1 - lane, 0)], 0)
-    order = _least_recent if config.utility is None else functools.partial(_least_useful, config.utility)
-    ids, head = order(config, state, pool, ids, from_stack, count)
+    if config.utility is None:
+        ids, heads, _ = _in_order(config, state, pool, ids, from_stack, count)
+    else:
+        ids = _least_useful(config.utility, config, state, pool, ids, from_stack, count)
+        heads = state.pools[pool, HEADS]
     rows = read_first(lambda state: state.blocks[ids], state)
     evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
     # True of every id; it makes the writes below wait for the rows to be read, see `read_first`.
@@ -85,50 +94,82 @@ def take(
     taken = jnp.where(lane < from_stack, 0, ids)
     some = (evicted > 0).astype(jnp.int32)
     state = jax.lax.fori_loop(0, some, lambda _, state: index.remove_blocks(state, taken), state)
-    row = jnp.stack([top - from_stack, head, state.pools[pool, RING_TAIL], state.pools[pool, FREE_BLOCKS] - count])
+    pools = state.pools.at[pool, STACK_TOP].add(-from_stack).at[pool, FREE_BLOCKS].add(-count)
     state = state._replace(
-        pools=state.pools.at[pool, :USABLE].set(row),
+        pools=pools.at[pool, HEADS].set(heads),
         blocks=state.blocks.at[jnp.where(ids > 0, ids, config.total_blocks), :PLACES].set(_TAKEN, mode="drop"),
         counters=state.counters.at[EVICTED].add(evicted),
     )
     return state, ids
 
 
-def _least_recent(
-    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, got: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Fill ids i32[most], of which `got` are there, up to `count` from the ring: (ids, ring head)."""
+def _in_order(
+    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, got: jax.Array, count: jax.Array,
+    before: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Fill ids i32[most], of which `got` are there, up to `count` from the rings, the least useful first: (ids, heads
+    i32[bands], how many there are).
+
+    before: bits of a block (0: none) in front of which it stops, should there be one that has them all.
+    """
     most, capacity = ids.shape[0], RING_FACTOR * config.capacity[pool]
-    ring_first = RING_FACTOR * config.pool_offset[pool]
-    window = min(max(most, 8), capacity)
-    ahead = jnp.arange(window, dtype=jnp.int32)
+    window = min(max(most, 8), _WINDOW, capacity)
+    ahead, bands = jnp.arange(window, dtype=jnp.int32), jnp.arange(BANDS, dtype=jnp.int32)
+    ring_first = _ring_first(config, pool)
+    tails, stays = state.pools[pool, TAILS], state.policy[STAY]
 
     def unfinished(carry):
-        _, _, got = carry
-        return got < count
+        _, heads, got, met = carry
+        return ~met & (got < count) & (heads < tails).any()
 
     def scan_window(carry):
-        ids, head, got = carry
-        entries = state.ring[ring_first + (head + ahead) % capacity]
-        blocks = state.blocks[entries[:, 0]]
-        live = (blocks[:, REF] == 0) & (blocks[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0)
-        live &= head + ahead < state.pools[pool, RING_TAIL]
-        nth = ranks(live)
-        taken = live & (nth < count - got)
-        ids = ids.at[jnp.where(taken, got + nth, most)].set(entries[:, 0], mode="drop")
-        used = jnp.where(taken.any(), window - jnp.argmax(taken[::-1]), 0)
-        more = got + taken.sum(dtype=jnp.int32)
-        return ids, head + jnp.where(more < count, window, used.astype(jnp.int32)), more
+        ids, heads, got, _ = carry
+        at = heads[:, None] + ahead
+        entries = state.ring[ring_first[:, None] + at % capacity]
+        rows = state.blocks[entries[..., 0], :PLACES]
+        live = (rows[..., REF] == 0) & (rows[..., STAMP] == entries[..., 1]) & (entries[..., 0] > 0)
+        live &= at < tails[:, None]
+        worth = jnp.where(bands[:, None] == eviction.FIRST, -_MOST, stays[:, None] - _age(state, entries[..., 1]))
+        heads_worth = jnp.where(live, worth, _MOST).min(1)
+        band = jnp.argmin(heads_worth)
+        rival = jnp.where(bands == band, _MOST, heads_worth).min()
+        # Bands of which nothing live is seen yet are looked through before anything is taken.
+        unseen = ~live.any(1) & (heads + window < tails)
+        there = live[band]
+        taken = there & (worth[band] <= rival) & ~unseen.any()
+        stop = taken & (rows[band, :, BITS] & before == before) & (before > 0)
+        taken &= ahead < jnp.where(stop.any(), jnp.argmax(stop), window)
+        nth = ranks(taken)
+        taken &= nth < count - got
+        ids = ids.at[jnp.where(taken, got + nth, most)].set(entries[band, :, 0], mode="drop")
+        # What is stale at the head of a band is passed for good.
+        passed = jnp.where(live.any(1), jnp.argmax(live, 1), jnp.minimum(window, tails - heads)).astype(jnp.int32)
+        used = jnp.where(taken.any(), window - jnp.argmax(taken[::-1]), passed[band]).astype(jnp.int32)
+        return ids, heads + jnp.where(bands == band, used, passed), got + taken.sum(dtype=jnp.int32), stop.any()
 
-    ids, head, _ = jax.lax.while_loop(unfinished, scan_window, (ids, state.pools[pool, RING_HEAD], got))
-    return ids, head
+    start = (ids, state.pools[pool, HEADS], got, jnp.zeros((), bool))
+    ids, heads, got, _ = jax.lax.while_loop(unfinished, scan_window, start)
+    return ids, heads, got
+
+
+def _ring_first(config: CacheConfig, pool: int) -> jax.Array:
+    """Where the ring of every band of a pool begins: i32[bands]."""
+    each = RING_FACTOR * config.capacity[pool]
+    return BANDS * RING_FACTOR * config.pool_offset[pool] + each * jnp.arange(BANDS, dtype=jnp.int32)
+
+
+def _age(state: CacheState, stamps: jax.Array) -> jax.Array:
+    """Releases since these stamps were given: i32[...], 2**30 at most."""
+    clock = state.counters[CLOCK].astype(jnp.uint32)
+    age = (clock + _STAMPS - stamps.astype(jnp.uint32)) % _STAMPS
+    return jnp.minimum(age, np.uint32(1 << 30)).astype(jnp.int32)
 
 
 def _least_useful(
     utility: Callable[..., jax.Array], config: CacheConfig, state: CacheState, pool: int, ids: jax.Array,
     got: jax.Array, count: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The same by a utility; their entries in the ring turn stale."""
+) -> jax.Array:  # fmt: skip
+    """The same by a utility; their entries in the rings turn stale."""
     most, first, capacity = ids.shape[0], config.pool_offset[pool], config.capacity[pool]
 
     def pick(_, ids):
@@ -140,8 +181,7 @@ def _least_useful(
         at = jnp.where(nth < count - got, got + nth, most)
         return ids.at[at].set(first + order, mode="drop")
 
-    ids = jax.lax.fori_loop(0, (got < count).astype(jnp.int32), pick, ids)
-    return ids, state.pools[pool, RING_HEAD]
+    return jax.lax.fori_loop(0, (got < count).astype(jnp.int32), pick, ids)
 
 
 def by_release(config: CacheConfig, state: CacheState, pool: int) -> jax.Array:
@@ -168,41 +208,63 @@ def touch(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> 
     )
 
 
-def release(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
-    """Drop one reference of every given distinct block of a pool (0: none).
+def release(
+    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, first: jax.Array | None = None,
+    drop: jax.Array | None = None,
+) -> CacheState:  # fmt: skip
+    """Drop one reference of every given block of a pool (0: none), or only count it as used just now.
 
     Those reaching zero become free in the given order: without a key to the front of the reuse
-    order (the first given is reused first), with keys to its back, rungs that were never reused before all others
-    with keys.
+    order (the first given is reused first), with keys to its back; those marked with `first` (bool[n]), and rungs that
+    were never reused unless the policy ties states to rows, before all others with keys.
+
+    drop: bool[n], None: all; the others keep their references and count as used where they are free and keyed. Rungs
+    that were never reused stay where they are then, unless tied; and all do while the ring has no room to spare. Blocks
+    to drop are distinct, and so are the others.
     """
-    first, capacity = config.pool_offset[pool], RING_FACTOR * config.capacity[pool]
+    start, count = config.pool_offset[pool], config.capacity[pool]
+    capacity = RING_FACTOR * count
     ids = jnp.atleast_1d(ids)
     rows = read_first(lambda state: state.blocks[ids], state)
+    bits = rows[:, BITS]
+    rung = (bits & SPARE > 0) & (state.policy[TIED] == 0)
+    top, heads, tails = state.pools[pool, STACK_TOP], state.pools[pool, HEADS], state.pools[pool, TAILS]
     freed = (ids > 0) & (rows[:, REF] == 1)
+    again = jnp.zeros_like(freed)
+    if drop is not None:
+        freed &= drop
+        again = ~drop & (ids > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & ~rung
+        again &= (tails - heads).max() + (~drop).sum() <= _REFRESH_ROOM * count
     keyed = freed & (rows[:, PLACES:].max(-1, initial=0) > 0)
     bare = freed & ~keyed
-    spare = keyed & (rows[:, BITS] & SPARE > 0)
-    last = keyed & ~spare
-    bare_count, last_count, spare_count = (part.sum(dtype=jnp.int32) for part in (bare, last, spare))
-    keyed_count = last_count + spare_count
-    top, head, tail = (state.pools[pool, part] for part in (STACK_TOP, RING_HEAD, RING_TAIL))
-    stack_at = first + top + bare_count - 1 - ranks(bare)
-    nth = ranks(keyed)
-    place = jnp.where(spare, head - 1 - ranks(spare), tail + ranks(last))
-    ring_at = RING_FACTOR * first + place % capacity
-    counters, stamps = _stamps(state, nth, keyed_count)
+    listed = keyed | again
+    front = listed & (rung if first is None else rung | first)
+    by_worth = eviction.band(state.policy[BANDED] > 0, bits & STATE > 0, bits >> SAVING_SHIFT & 3, bits & REUSED > 0)
+    mine = (listed & ~front)[:, None] & (by_worth[:, None] == jnp.arange(BANDS))
+    rank = jax.vmap(ranks, 1, 1)(mine)
+    behind = jnp.take_along_axis(tails + rank, by_worth[:, None], 1)[:, 0]
+    ahead = heads[eviction.FIRST] - 1 - ranks(front)
+    place, band = jnp.where(front, ahead, behind), jnp.where(front, eviction.FIRST, by_worth)
+    ring_at = _ring_first(config, pool)[band] + place % capacity
+    nth = ranks(listed)
+    counters, stamps = _stamps(state, nth, listed.sum(dtype=jnp.int32))
+    bare_count, front_count = bare.sum(dtype=jnp.int32), front.sum(dtype=jnp.int32)
+    stack_at = start + top + bare_count - 1 - ranks(bare)
     none_block, none_ring = config.total_blocks, state.ring.shape[0]
     # A keyless block forgets its stamp, or an entry from when it had keys would look live again.
-    stamped = jnp.where(freed, jnp.where(keyed, stamps, 0), rows[:, STAMP])
-    at = jnp.where(ids > 0, ids, none_block)
-    changed = jnp.stack([rows[:, REF] - 1, stamped], 1)
-    blocks = state.blocks.at[at[:, None], np.array([REF, STAMP])].set(changed, mode="drop")
-    change = jnp.stack([bare_count, -spare_count, last_count, bare_count + keyed_count])
+    stamped = jnp.where(bare, 0, jnp.where(listed, stamps, rows[:, STAMP]))
+    dropped = ids > 0 if drop is None else (ids > 0) & drop
+    at = jnp.where(dropped | again, ids, none_block)
+    changed = jnp.stack([rows[:, REF] - dropped, stamped], 1)
+    pools = state.pools.at[pool, np.array([STACK_TOP, FREE_BLOCKS])].add(
+        jnp.stack([bare_count, freed.sum(dtype=jnp.int32)])
+    )
+    pools = pools.at[pool, HEADS].add(-front_count * (jnp.arange(BANDS) == eviction.FIRST))
     return state._replace(
-        blocks=blocks,
+        blocks=state.blocks.at[at[:, None], np.array([REF, STAMP])].set(changed, mode="drop"),
         stack=state.stack.at[jnp.where(bare, stack_at, none_block)].set(ids, mode="drop"),
-        ring=state.ring.at[jnp.where(keyed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
-        pools=state.pools.at[pool, :USABLE].add(change),
+        ring=state.ring.at[jnp.where(listed, ring_at, none_ring)].set(jnp.stack([ids, stamps], -1), mode="drop"),
+        pools=pools.at[pool, TAILS].add(mine.sum(0, dtype=jnp.int32)),
         counters=counters,
     )
 
@@ -219,51 +281,10 @@ def _stamps(state: CacheState, nth: jax.Array, count: jax.Array) -> tuple[jax.Ar
     return state.counters.at[CLOCK].set(after.astype(jnp.int32)), stamps.astype(jnp.int32)
 
 
-def refresh(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
-    """Count the given distinct blocks (0: none), where they are free and keyed, as used just now.
-
-    Rungs that were never reused stay where they are; and all do while the ring has no room to spare for this.
-    """
-    first, count = config.pool_offset[pool], config.capacity[pool]
-    rows = read_first(lambda state: state.blocks[ids], state)
-    again = (ids > 0) & (rows[:, REF] == 0) & (rows[:, STAMP] > 0) & (rows[:, BITS] & SPARE == 0)
-    head, tail = state.pools[pool, RING_HEAD], state.pools[pool, RING_TAIL]
-    again &= tail - head + ids.shape[0] <= _REFRESH_ROOM * count
-    nth = ranks(again)
-    added = again.sum(dtype=jnp.int32)
-    counters, stamps = _stamps(state, nth, added)
-    ring_at = jnp.where(again, RING_FACTOR * first + (tail + nth) % (RING_FACTOR * count), state.ring.shape[0])
-    return state._replace(
-        blocks=state.blocks.at[jnp.where(again, ids, config.total_blocks), STAMP].set(stamps, mode="drop"),
-        ring=state.ring.at[ring_at].set(jnp.stack([ids, stamps], -1), mode="drop"),
-        pools=state.pools.at[pool, RING_TAIL].add(added),
-        counters=counters,
-    )
-
-
-def before_reused_state(config: CacheConfig, state: CacheState, pool: int, most: int) -> jax.Array:
-    """How many blocks, `most` at most, can be taken before a state that a hit was served from would be."""
-    first, capacity = config.pool_offset[pool], RING_FACTOR * config.capacity[pool]
-    window = min(max(most, 8), capacity)
-    ahead = jnp.arange(window, dtype=jnp.int32)
-    tail = state.pools[pool, RING_TAIL]
-
-    def unfinished(carry):
-        head, got, met = carry
-        return ~met & (got < most) & (head < tail)
-
-    def scan_window(carry):
-        head, got, _ = carry
-        entries = state.ring[RING_FACTOR * first + (head + ahead) % capacity]
-        rows = state.blocks[entries[:, 0]]
-        live = (rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1]) & (entries[:, 0] > 0) & (head + ahead < tail)
-        reused = live & (rows[:, BITS] & (STATE | REUSED) == STATE | REUSED)
-        before = ahead < jnp.where(reused.any(), jnp.argmax(reused), window)
-        got += (live & before).sum(dtype=jnp.int32)
-        return head + window, got, reused.any()
-
-    start = (state.pools[pool, RING_HEAD], state.pools[pool, STACK_TOP], jnp.zeros((), bool))
-    return jnp.minimum(jax.lax.while_loop(unfinished, scan_window, start)[1], most)
+def before_reused_state(config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int) -> jax.Array:
+    """How many of `count` <= `most` blocks can be taken before a state that a hit was served from would be."""
+    ids, got = jnp.zeros((most,), jnp.int32), jnp.minimum(state.pools[pool, STACK_TOP], count)
+    return _in_order(config, state, pool, ids, got, count, before=STATE | REUSED)[2]
 
 
 def free_keyless(config: CacheConfig, state: CacheState, pools: jax.Array, blocks: jax.Array) -> CacheState:
@@ -289,10 +310,10 @@ def free_keyless(config: CacheConfig, state: CacheState, pools: jax.Array, block
 
 
 def compact(config: CacheConfig, state: CacheState) -> CacheState:
-    """Drop stale ring entries of pools whose ring holds more than two per block; keep cursors small.
+    """Drop stale entries of pools of which a ring holds more than two per block; keep cursors small.
 
     A block becomes free at most twice in one transition, so called at the head of each transition
-    this keeps the ring from overrunning.
+    this keeps the rings from overrunning.
     """
     due = is_due(config, state).astype(jnp.int32)
     lists = (state.pools, state.ring)
@@ -302,30 +323,31 @@ def compact(config: CacheConfig, state: CacheState) -> CacheState:
 
 def is_due(config: CacheConfig, state: CacheState) -> jax.Array:
     """Whether `compact` has something to do."""
-    rooms = jnp.array(config.capacity, jnp.int32)
-    head, tail = state.pools[:, RING_HEAD], state.pools[:, RING_TAIL]
-    return ((tail - head > 2 * rooms) | (head >= RING_FACTOR * rooms)).any()
+    rooms = jnp.array(config.capacity, jnp.int32)[:, None]
+    heads, tails = state.pools[:, HEADS], state.pools[:, TAILS]
+    return ((tails - heads > 2 * rooms) | (heads >= RING_FACTOR * rooms) | (heads < 0)).any()
 
 
 def _compact(config: CacheConfig, blocks: jax.Array, pools: jax.Array, ring: jax.Array) -> tuple[jax.Array, jax.Array]:
-    for pool, (first, count) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
-        capacity, ring_first = RING_FACTOR * count, RING_FACTOR * first
+    for pool, count in enumerate(config.capacity):
+        capacity, ring_first = RING_FACTOR * count, _ring_first(config, pool)[:, None]
 
-        def crowded(carry, pool=pool, capacity=capacity):
+        def crowded(carry, pool=pool, count=count):
             pools, _ = carry
-            return pools[pool, RING_TAIL] - pools[pool, RING_HEAD] > 2 * (capacity // RING_FACTOR)
+            return (pools[pool, TAILS] - pools[pool, HEADS] > 2 * count).any()
 
         def squeeze(carry, pool=pool, capacity=capacity, ring_first=ring_first):
             pools, ring = carry
             lane = jnp.arange(capacity, dtype=jnp.int32)
-            head, tail = pools[pool, RING_HEAD], pools[pool, RING_TAIL]
-            entries = ring[ring_first + (head + lane) % capacity]
-            rows = blocks[entries[:, 0]]
-            live = (lane < tail - head) & (rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1])
-            ring = ring.at[jnp.where(live, ring_first + ranks(live), ring.shape[0])].set(entries, mode="drop")
-            return pools.at[pool, RING_HEAD].set(0).at[pool, RING_TAIL].set(live.sum(dtype=jnp.int32)), ring
+            heads, tails = pools[pool, HEADS], pools[pool, TAILS]
+            entries = ring[ring_first + (heads[:, None] + lane) % capacity]
+            rows = blocks[entries[..., 0], :PLACES]
+            live = (lane < (tails - heads)[:, None]) & (rows[..., REF] == 0) & (rows[..., STAMP] == entries[..., 1])
+            nth = jax.vmap(ranks)(live)
+            ring = ring.at[jnp.where(live, ring_first + nth, ring.shape[0])].set(entries, mode="drop")
+            return pools.at[pool, HEADS].set(0).at[pool, TAILS].set(live.sum(1, dtype=jnp.int32)), ring
 
         pools, ring = jax.lax.while_loop(crowded, squeeze, (pools, ring))
-        laps = pools[pool, RING_HEAD] // capacity * capacity
-        pools = pools.at[pool, RING_HEAD].add(-laps).at[pool, RING_TAIL].add(-laps)
+        laps = pools[pool, HEADS] // capacity * capacity
+        pools = pools.at[pool, HEADS].add(-laps).at[pool, TAILS].add(-laps)
     return pools, ring

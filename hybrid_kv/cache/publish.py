@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import flights, index, log
+from hybrid_kv.cache import earnings, eviction, flights, index, log
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.filing import Items, file
 from hybrid_kv.cache.lookup import named_units
@@ -18,10 +18,12 @@ from hybrid_kv.cache.ranks import ragged, sums
 from hybrid_kv.cache.state import (
     BITS,
     DONE,
+    KIND_SHIFT,
     PENDING_FROM,
     PENDING_STEP,
     PLACES,
     SAVED_STATES,
+    SAVING_SHIFT,
     SPARE,
     STATE,
     CacheState,
@@ -229,11 +231,12 @@ def publish_states(
     slots: jax.Array,
     rung: jax.Array,
     pending: bool = False,
+    kind: jax.Array | int = earnings.TAIL,
 ) -> CacheState:
     """File recurrent states of a request.
 
     lengths: i32[E] tokens, 0: none. slots: i32[E, recurrent]. rung: bool[E], only a ladder asks for it. Nothing happens
-    where the same prefix already has a state. pending: a step in flight writes them.
+    where the same prefix already has a state. pending: a step in flight writes them. kind: i32[E], as in `earnings`.
     """
     geometry = config.geometry
     if not (config.prefix_caching and geometry.recurrent):
@@ -245,19 +248,31 @@ def publish_states(
     pool = jnp.array(config.group_pool, jnp.int32)[group]
     key, parent = _with_parent(state, row, unit)
     zero = jnp.zeros_like(unit)
+    saved = _saving(config, state, row, lengths) << SAVING_SHIFT
     state, filed = file(config, state, Items(group, pool, key, parent, slot, zero, zero, slot > 0), pending)
     if not pending:
         state = state._replace(counters=state.counters.at[SAVED_STATES].add(filed.sum(dtype=jnp.int32)))
-    bits = STATE + SPARE * jnp.repeat(rung.astype(jnp.int32), count)
+    kinds = jnp.broadcast_to(jnp.asarray(kind, jnp.int32), lengths.shape)
+    state = earnings.note_saved(config, state, kinds, filed.reshape(-1, count)[:, 0])
+    bits = STATE + SPARE * rung.astype(jnp.int32) + saved + (kinds << KIND_SHIFT)
     at = jnp.where(slot > 0, slot, config.total_blocks)
-    return state._replace(blocks=state.blocks.at[at, BITS].set(bits, mode="drop"))
+    return state._replace(blocks=state.blocks.at[at, BITS].set(jnp.repeat(bits, count), mode="drop"))
 
 
 def publish_state(
-    config: CacheConfig, state: CacheState, row: jax.Array, length: jax.Array, slots: jax.Array
-) -> CacheState:
+    config: CacheConfig, state: CacheState, row: jax.Array, length: jax.Array, slots: jax.Array,
+    kind: jax.Array | int = earnings.TAIL,
+) -> CacheState:  # fmt: skip
     """File one state, of `length` tokens (0: none), in slots i32[recurrent]."""
-    return publish_states(config, state, row, length[None], slots[None], jnp.zeros((1,), bool))
+    return publish_states(config, state, row, length[None], slots[None], jnp.zeros((1,), bool), kind=kind)
+
+
+def _saving(config: CacheConfig, state: CacheState, row: jax.Array, lengths: jax.Array) -> jax.Array:
+    """What states of i32[E] tokens of a request save beyond the next shorter point, see `eviction.saving`."""
+    fields = layout(config)
+    points = jnp.append(state.requests[fields.points, row], state.requests[fields.HIT, row])
+    below = jnp.where(points < lengths[:, None], points, 0).max(1)
+    return eviction.saving((lengths - below) // max(len(config.geometry.recurrent), 1))
 
 
 def confirm_states(
@@ -306,7 +321,7 @@ def publish_turn_end(config: CacheConfig, state: CacheState, row: jax.Array) -> 
     lengths = jnp.where(~doomed & (request[fields.turn] <= named), request[fields.turn], 0)
     best = jnp.argmax(lengths)
     slots = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)[best]
-    return publish_state(config, state, row, lengths[best], slots)
+    return publish_state(config, state, row, lengths[best], slots, kind=earnings.TURN)
 
 
 def turn_boundaries(config: CacheConfig, last: jax.Array) -> jax.Array:

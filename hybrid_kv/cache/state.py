@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache.config import RING_FACTOR, CacheConfig, Placement
+from hybrid_kv.cache.config import BANDS, RING_FACTOR, CacheConfig, Placement
+from hybrid_kv.cache.eviction import Eviction
 from hybrid_kv.hashing import KEY_WORDS
 
 T = TypeVar("T")
@@ -24,14 +25,19 @@ NOTHING, UNDECIDED, LOADING, BROUGHT, ABANDONED = range(5)
 # Columns of `CacheState.blocks`; the cells of the index that name the block follow, by unit (0: none), see
 # `index.cell`.
 REF, STAMP, BITS, PENDING_STEP, PENDING_FROM, PLACES = 0, 1, 2, 3, 4, 5
-# `BITS`: content worth finding after it left its window; a hit was served from it; a state; a rung of a ladder.
+# `BITS`: content worth finding after it left its window; a hit was served from it; a state; a rung of a ladder. Then
+# two bits of what a state saves, see `eviction.saving`, and its kind, see `cache.earnings`.
 KEPT, REUSED, STATE, SPARE = 1, 2, 4, 8
+SAVING_SHIFT, KIND_SHIFT = 4, 8
 # Columns of `CacheState.entries` behind the key; from OWNERS on one for every group.
 CHILD, OWNERS = KEY_WORDS, KEY_WORDS + 1
+# Kinds of states besides the rungs of the ladder, see `cache.earnings`.
+STATE_KINDS = 4
 # Words of an event in `CacheState.log`, see `cache.log`.
 LOG_WORDS = 4 + 2 * KEY_WORDS
-# Rows of `CacheState.pools`.
-STACK_TOP, RING_HEAD, RING_TAIL, FREE_BLOCKS, USABLE, RESERVED = range(6)
+# Columns of `CacheState.pools`; the heads and tails of the rings of every band follow.
+STACK_TOP, FREE_BLOCKS, USABLE, RESERVED = range(4)
+HEADS, TAILS = slice(4, 4 + BANDS), slice(4 + BANDS, 4 + 2 * BANDS)
 # Entries of `CacheState.counters`. PLANNED, DONE: steps planned and not withdrawn, and committed, so those between them
 # are in flight. SHORT: the last step had work that found no blocks. LAST_PREFILL: the last step that had a prefill.
 CLOCK, EVICTED, PREEMPTED, OVERFLOWED, SKIPPED_STATES, NEXT_SEQ = range(6)
@@ -43,7 +49,10 @@ TOLD, SAVED_STATES, ADMISSIONS, RESUMES, TOKENS, REASONS, RECORDS = 10, 11, 12, 
 BY_PLAN = (PLANNED, SHORT, LAST_PREFILL, SKIPPED_STATES, *range(ADMISSIONS, RECORDS))
 # Entries of `CacheState.policy`; the ladder follows, then the positions.
 TAIL, TURN_END, JUNCTIONS, INTERVAL, KEEP_WINDOWS = range(5)
-CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, LADDER = range(5, 10)
+CHUNK, ADAPTIVE, ACTIVE, PREFILL_EVERY, OVERTAKE = range(5, 10)
+TIED, EARNED, GUARD, COVERAGE, BANDED = range(10, 15)
+STAY = slice(15, 15 + BANDS)
+LADDER = STAY.stop
 
 
 class CacheState(NamedTuple):
@@ -60,12 +69,13 @@ class CacheState(NamedTuple):
                            several) and the block that has this content in every group (0: none)
     ghosts   u32[J]        fingerprints of evicted keys, direct mapped
     stack    i32[B]        free blocks without a key, per pool, last in first out
-    ring     i32[6B, 2]    free blocks with keys, per pool, least recently released first;
+    ring     i32[30B, 2]   free blocks with keys, per pool and band, see `cache.pool`, least recently released first;
                            (block, stamp), entries whose stamp is not the block's are stale
-    pools    i32[P, 6]     stack top, ring head, ring tail, free blocks, blocks there are besides the null, and those
-                           of them that an admission leaves free while others run
-    counters i32[32 + 24K] clock and totals, and what each of K steps in flight has changed of them
-    policy   i32[9 + L]    `Placement` and limits of the scheduler as data; L is `CacheConfig.rungs`
+    pools    i32[P, 14]    stack top, free blocks, blocks there are besides the null, and those of them that an
+                           admission leaves free while others run; head and tail of the ring of every band
+    counters i32[40 + 24K + 2L] clock and totals, what each of K steps in flight has changed of them, and what kinds of
+                           states have earned, see `cache.earnings`
+    policy   i32[20 + L]   `Placement`, `Eviction` and limits of the scheduler as data; L is `CacheConfig.rungs`
     log      u32[E, 12]    ring of events, see `cache.log`; E is `CacheConfig.events`
     """
 
@@ -91,7 +101,7 @@ class RequestLayout:
     status, seq (order of arrival), prompt, known (prompt and answer), limit (known tokens it may end with), computed
     (committed), flags (`lookup.SKIP_READ` and others), hit, junction, reason, preemptions, admitted (the step that
     admitted it, until that is committed), priority, drafts (proposed for the next row), load (see `NOTHING`), loaded
-    (tokens of the load).
+    (tokens of the load), overtaken (requests admitted before it that came later).
     Then per group with a table: columns in use, source of a pending copy-on-write, units filed, first column that a
     window has not left; per recurrent group: running and read slot; the lengths that the turn-end slots hold (0: none)
     and the slots, `CacheConfig.turn_slots` for each recurrent group; the points of the request; a record of its row in
@@ -106,8 +116,8 @@ class RequestLayout:
     flights: int
 
     STATUS, SEQ, PROMPT, KNOWN, LIMIT, COMPUTED, FLAGS, HIT, JUNCTION, REASON = range(10)
-    PREEMPTIONS, ADMITTED, PRIORITY, DRAFTS, LOAD, LOADED = range(10, 16)
-    _FIRST = 16
+    PREEMPTIONS, ADMITTED, PRIORITY, DRAFTS, LOAD, LOADED, OVERTAKEN = range(10, 17)
+    _FIRST = 17
 
     @property
     def columns(self) -> slice:
@@ -186,8 +196,9 @@ def layout(config: CacheConfig) -> RequestLayout:
     )
 
 
-def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
-    """A placement, and the limits of a configuration, as the data the transitions read: i32[9 + L].
+def policy_of(config: CacheConfig, placement: Placement, eviction: Eviction | None = None) -> np.ndarray:
+    """A placement, an order of eviction (None: the configuration's) and the limits of a configuration, as the data the
+    transitions read: i32[20 + L].
 
     Raises UserError if there is no room for the placement.
     """
@@ -195,7 +206,10 @@ def policy_of(config: CacheConfig, placement: Placement) -> np.ndarray:
     keep = int(placement.retention is None)
     active = config.max_requests if config.max_active is None else config.max_active
     kept = (placement.tail, placement.turn_end, placement.junctions, config.interval(placement), keep)
-    head = (*kept, config.chunk_limit, config.chunk_adaptive, active, config.prefill_interval)
+    limits = (config.chunk_limit, config.chunk_adaptive, active, config.prefill_interval, config.overtake)
+    order = config.eviction if eviction is None else eviction
+    bands = (order.is_banded, *order.stays)
+    head = (*kept, *limits, order.tied, order.earned, order.guard, order.coverage, *bands)
     ladder = sorted(placement.ladder) + [0] * (len(config.placement.ladder) - len(placement.ladder))
     positions = [*placement.positions] + [0] * (len(config.placement.positions) - len(placement.positions))
     return np.array([*head, *ladder, *positions], np.int32)
@@ -208,9 +222,13 @@ def with_positions(config: CacheConfig, policy: jax.Array, positions: jax.Array 
     return policy.at[first:].set(jnp.asarray(positions, jnp.int32))
 
 
-def initial_state(config: CacheConfig) -> CacheState:
-    """An empty cache: every block but the nulls is free, lowest id first."""
-    usable = np.array(config.pool_blocks, np.int32) - 1
+def initial_state(config: CacheConfig, pool_blocks: tuple[int, ...] | None = None) -> CacheState:
+    """An empty cache: every block but the nulls is free, lowest id first.
+
+    pool_blocks: blocks of every pool, the null block included, where there are to be fewer than the configuration has
+    room for: the same program serves pools of all sizes then.
+    """
+    usable = np.array(config.pool_blocks if pool_blocks is None else pool_blocks, np.int32) - 1
     reserved = np.array([int(config.watermark * blocks) for blocks in usable.tolist()], np.int32)
     stack, pools = _all_free(config, jnp.asarray(usable), jnp.asarray(reserved))
     places = config.index_buckets * 8
@@ -223,12 +241,17 @@ def initial_state(config: CacheConfig) -> CacheState:
         entries=jnp.zeros((places, OWNERS + len(config.geometry.groups)), jnp.uint32),
         ghosts=jnp.zeros((places,), jnp.uint32),
         stack=stack,
-        ring=jnp.zeros((RING_FACTOR * config.total_blocks, 2), jnp.int32),
+        ring=jnp.zeros((BANDS * RING_FACTOR * config.total_blocks, 2), jnp.int32),
         pools=pools,
-        counters=jnp.zeros((RECORDS + config.steps_in_flight * len(BY_PLAN),), jnp.int32),
+        counters=jnp.zeros((_counters(config),), jnp.int32),
         policy=jnp.asarray(policy_of(config, config.placement)),
         log=jnp.zeros((config.events, LOG_WORDS), jnp.uint32),
     )
+
+
+def _counters(config: CacheConfig) -> int:
+    """Counters, records of the steps in flight, and two numbers for every kind of state."""
+    return RECORDS + config.steps_in_flight * len(BY_PLAN) + 2 * (STATE_KINDS + len(config.placement.ladder))
 
 
 def forget_all(config: CacheConfig, state: CacheState) -> CacheState:
@@ -244,5 +267,5 @@ def _all_free(config: CacheConfig, usable: jax.Array, reserved: jax.Array) -> tu
     for pool, (first, room) in enumerate(zip(config.pool_offset, config.capacity, strict=True)):
         lane = jnp.arange(room, dtype=jnp.int32)
         parts.append(jnp.where(lane < usable[pool], first + usable[pool] - lane, 0))
-    zero = jnp.zeros_like(usable)
-    return jnp.concatenate(parts), jnp.stack([usable, zero, zero, usable, usable, reserved], 1)
+    rings = jnp.zeros((usable.shape[0], 2 * BANDS), jnp.int32)
+    return jnp.concatenate(parts), jnp.concatenate([jnp.stack([usable, usable, usable, reserved], 1), rings], 1)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hybrid_kv.cache import flights, index, log, pool
+from hybrid_kv.cache import earnings, flights, index, log, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
 from hybrid_kv.cache.loops import for_rows
@@ -26,14 +26,18 @@ from hybrid_kv.cache.publish import (
 )
 from hybrid_kv.cache.state import (
     ABANDONED,
+    BITS,
     BROUGHT,
+    COVERAGE,
     DONE,
     FREE,
+    KIND_SHIFT,
     LOADING,
     NEXT_SEQ,
     NOTHING,
     PLANNED,
     PREEMPTED,
+    TIED,
     UNDECIDED,
     WAITING,
     CacheState,
@@ -138,8 +142,8 @@ def move_on(config: CacheConfig, state: CacheState, outcome: Outcome) -> tuple[C
     state, published = publish_units(config, state, known + produced, computed)
     # All that changes of every request in one write.
     none = jnp.zeros_like(computed)
-    names = [*(fields.KNOWN, fields.COMPUTED, fields.ADMITTED), *_rows_of(fields.turn), *_rows_of(fields.published)]
-    names = jnp.concatenate([jnp.array(names), flights.head(config, place)])
+    own = [fields.KNOWN, fields.COMPUTED, fields.ADMITTED, *_rows_of(fields.turn), *_rows_of(fields.published)]
+    names = jnp.concatenate([jnp.array(own), flights.head(config, place)])
     values = [jnp.stack([known + produced, computed, admitted]), turn, published, jnp.stack([none] * flights.HEAD)]
     return state._replace(requests=state.requests.at[names].set(jnp.concatenate(values))), rows
 
@@ -273,7 +277,7 @@ def _wait_again(config: CacheConfig, state: CacheState, row: jax.Array) -> Cache
     promised = flights.every(config, before).promised
     state = release(config, state, row)
     keep = [fields.SEQ, fields.PROMPT, fields.KNOWN, fields.LIMIT, fields.FLAGS, fields.PRIORITY, fields.PREEMPTIONS]
-    names = jnp.array([*keep, fields.DRAFTS])
+    names = jnp.array([*keep, fields.DRAFTS, fields.OVERTAKEN])
     again = jnp.zeros_like(before).at[names].set(before[names]).at[fields.STATUS].set(WAITING)
     for place in range(fields.flights):
         record = flights.at(config, again, place)
@@ -286,41 +290,93 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
 
     The device still runs its rows in flight, before anything that is planned from now on. Tables are freed from their
     end, so the tail of a prefix is reused before its head. States of the prefix count as used now, like its rows: one
-    is worth nothing without the other.
+    is worth nothing without the other. See `cache.eviction` for the order of both.
     """
     fields, geometry = layout(config), config.geometry
-    state = _refresh_states(config, publish_turn_end(config, state, row), row)
+    state = publish_turn_end(config, state, row)
     for position, group in enumerate(geometry.paged):
         if geometry.groups[group].kind.windowed:
             state = part(config, state, row, position, jnp.int32(config.columns[position]))
     request = state.requests[:, row]
-    emitted = flights.every(config, request).slots.reshape(fields.flights * fields.emissions, fields.recurrent)
+    flight = flights.every(config, request)
+    emitted = flight.slots.reshape(fields.flights * fields.emissions, fields.recurrent)
     turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
-    held = []
+    lengths, found, superseded = _own_states(config, state, row)
+    held = [_Part(group, found[:, nth], lengths, drop=False) for nth, group in enumerate(geometry.recurrent)]
+    for nth, group in enumerate(geometry.recurrent):
+        held.append(_Part(group, superseded[nth : nth + 1], request[fields.HIT][None], drop=False, first=True))
     for position, group in enumerate(geometry.paged):
-        first = config.column_offset[position]
-        table = jax.lax.dynamic_slice(state.tables, (row, first), (1, config.columns[position]))[0]
-        held += [(group, table[::-1]), (group, request[fields.copy_source][position : position + 1])]
+        first, columns = config.column_offset[position], config.columns[position]
+        table = jax.lax.dynamic_slice(state.tables, (row, first), (1, columns))[0]
+        depth = jnp.arange(columns, dtype=jnp.int32) * config.group(group).block
+        held += [_Part(group, table[::-1], depth[::-1])]
+        held += [_Part(group, request[fields.copy_source][position : position + 1], jnp.zeros((1,), jnp.int32))]
     for position, group in enumerate(geometry.recurrent):
         own, read = (request[part][position : position + 1] for part in (fields.running, fields.read))
-        held.append((group, jnp.concatenate([own, turns[:, position], read, emitted[:, position]])))
-    state = _drop(config, state, held)
+        ids = jnp.concatenate([own, turns[:, position], read, emitted[:, position]])
+        zero, hit = jnp.zeros((1,), jnp.int32), request[fields.HIT][None]
+        held.append(_Part(group, ids, jnp.concatenate([zero, request[fields.turn], hit, flight.positions.reshape(-1)])))
+    deepest = jnp.where((found > 0).all(1), lengths, 0).max(initial=0)
+    state = _drop_by_depth(config, state, held, deepest)
     return state._replace(requests=state.requests.at[:, row].set(0), tables=state.tables.at[row].set(0))
 
 
-def _refresh_states(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
+class _Part(NamedTuple):
+    """Blocks i32[n] of a group (0: none), the tokens before them, whether a reference is dropped or they only count as
+    used, and whether they go before everything else."""
+
+    group: int
+    ids: jax.Array
+    depth: jax.Array
+    drop: bool = True
+    first: bool = False
+
+
+def _own_states(config: CacheConfig, state: CacheState, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """States of a request's prefix that count as used with it, ascending, and the superseded one that goes first:
+    lengths i32[n], blocks i32[n, recurrent], i32[recurrent].
+
+    Those of its points and its hit. Tied: also those at its turn's ends; and not of its hit, if it has a longer one,
+    which is superseded then.
+    """
     fields = layout(config)
-    if not (config.prefix_caching and config.geometry.recurrent):
-        return state
-    request = state.requests[:, row]
+    request, tied = state.requests[:, row], state.policy[TIED] > 0
     named = named_units(config, request[fields.KNOWN]) * config.unit
-    lengths = jnp.sort(jnp.append(request[fields.points], request[fields.HIT]))
+    turns = jnp.where(tied, request[fields.turn], 0)
+    lengths = jnp.sort(jnp.concatenate([request[fields.points], request[fields.HIT][None], turns]))
     lengths = jnp.where(lengths <= jnp.minimum(request[fields.COMPUTED], named), lengths, 0)
+    lengths = jnp.where(jnp.append(True, lengths[1:] != lengths[:-1]), lengths, 0)
+    if not (config.prefix_caching and config.geometry.recurrent):
+        none = jnp.zeros((lengths.shape[0], len(config.geometry.recurrent)), jnp.int32)
+        return lengths, none, none[0]
     keys = state.keys[row, jnp.maximum(lengths // config.unit - 1, 0)]
-    found = read_first(lambda state: index.find(state, keys).blocks, state)
-    for group in config.geometry.recurrent:
-        blocks = jnp.where(lengths > 0, found[:, group], 0)
-        state = pool.refresh(config, state, config.group_pool[group], blocks)
+    blocks = read_first(lambda state: index.find(state, keys).blocks, state)
+    blocks = blocks[:, np.array(config.geometry.recurrent, np.int32)]
+    found = jnp.where((lengths > 0)[:, None], blocks, 0)
+    longest = jnp.where((found > 0).all(1), lengths, 0).max()
+    superseded = (tied & (lengths > 0) & (lengths == request[fields.HIT]) & (lengths < longest))[:, None]
+    old = jnp.where(superseded, found, 0).max(0)
+    fork = read_first(lambda state: state.blocks[old, BITS] >> KIND_SHIFT, state) == earnings.FORK
+    covered = jnp.where((state.policy[COVERAGE] > 0) & ~fork, old, 0)
+    return lengths, jnp.where(superseded, 0, found), covered
+
+
+def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], deepest: jax.Array) -> CacheState:
+    """Drop, or count as used, what a request has held, each pool at once: in the order given, or if states and rows are
+    tied the deepest first, and rows from `deepest` tokens on before everything else."""
+    tied = state.policy[TIED] > 0
+    for number in range(len(config.pool_blocks)):
+        parts = [part for part in held if config.group_pool[part.group] == number]
+        if not parts:
+            continue
+        ids, depth = (jnp.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "depth"))
+        drop = jnp.concatenate([jnp.full(part.ids.shape, part.drop) for part in parts])
+        rows = jnp.concatenate([jnp.full(part.ids.shape, part.group in config.geometry.paged) for part in parts])
+        first = jnp.concatenate([jnp.full(part.ids.shape, part.first) for part in parts])
+        first |= rows & tied & (depth >= deepest) & bool(config.geometry.recurrent)
+        # A state needs no rows from its depth on.
+        order = jnp.argsort(jnp.where(tied, -2 * depth - rows, 0), stable=True)
+        state = pool.release(config, state, number, ids[order], first[order], drop[order])
     return state
 
 

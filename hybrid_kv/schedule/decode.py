@@ -7,10 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import flights, pool
+from hybrid_kv.cache import earnings, flights, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.ranks import ranks, sums
-from hybrid_kv.cache.state import RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
+from hybrid_kv.cache.state import GUARD, RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
 
 
 class Decodes(NamedTuple):
@@ -106,6 +106,8 @@ def find_decodes(config: CacheConfig, state: CacheState) -> Decodes:
     lacks_turn = boundary > 0
     if config.geometry.recurrent:
         lacks_turn &= requests[fields.turn_slot.start] == 0
+        worth = earnings.is_worth_saving(config, state, earnings.TURN, requests[fields.SEQ])
+        boundary, lacks_turn = jnp.where(lacks_turn & ~worth, 0, boundary), lacks_turn & worth
     return Decodes(rows, planned, drafts, lacks, room, boundary, lacks_turn)
 
 
@@ -164,7 +166,9 @@ def _turn_slots(config: CacheConfig, state: CacheState, lacks: jax.Array) -> tup
     waiting = (status == WAITING).sum(dtype=jnp.int32)
     idle = (status != RUNNING).any().astype(jnp.int32)
     most = fields.turns * config.max_requests
-    room = jnp.minimum(spare_states(config, state) - jnp.maximum(waiting, idle), unreused_states(config, state, most))
+    wanted = fields.turns * lacks.sum(dtype=jnp.int32)
+    unreused = unreused_states(config, state, wanted, most)
+    room = jnp.minimum(spare_states(config, state) - jnp.maximum(waiting, idle), unreused)
     room = jnp.where(state.counters[SHORT] > 0, 0, room)
     nth = fields.turns * ranks(lacks)
     granted = lacks & (nth + fields.turns <= room)
@@ -186,10 +190,12 @@ def spare_states(config: CacheConfig, state: CacheState) -> jax.Array:
     return jnp.stack(spare).min()
 
 
-def unreused_states(config: CacheConfig, state: CacheState, most: int) -> jax.Array:
-    """States, `most` at most, that could be taken without displacing one that a hit was served from."""
+def unreused_states(config: CacheConfig, state: CacheState, count: jax.Array, most: int) -> jax.Array:
+    """States, `count` <= `most` at most, that could be taken without displacing one that a hit was served from, if
+    those are guarded."""
     pools = [config.group_pool[group] for group in config.geometry.recurrent]
-    free = [
-        pool.before_reused_state(config, state, p, most * pools.count(p)) // pools.count(p) for p in sorted(set(pools))
-    ]
-    return jnp.stack(free).min()
+    guarded, free = state.policy[GUARD] > 0, []
+    for p in sorted(set(pools)):
+        wanted, times = jnp.where(guarded, count, 0), pools.count(p)
+        free.append(pool.before_reused_state(config, state, p, wanted * times, most * times) // times)
+    return jnp.where(guarded, jnp.stack(free).min(), count)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hybrid_kv.cache import flights, index, pool
+from hybrid_kv.cache import earnings, flights, index, pool
 from hybrid_kv.cache.checkpoints import (
     emission_candidates,
     is_first_to_go,
@@ -25,9 +25,11 @@ from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import (
     ADAPTIVE,
+    BITS,
     BROUGHT,
     CHUNK,
     FREE,
+    KIND_SHIFT,
     NOTHING,
     PLANNED,
     RESERVED,
@@ -44,11 +46,13 @@ from hybrid_kv.schedule.decode import spare_states, unreused_states
 
 
 class Chunk(NamedTuple):
-    """What came of one request's turn. waits: for content that the step in flight writes."""
+    """What came of one request's turn. waits: for content that the step in flight writes. lacks: it would not fit, even
+    if nothing had to be left free."""
 
     state: CacheState
     done: jax.Array
     waits: jax.Array
+    lacks: jax.Array
 
 
 def budget_left(config: CacheConfig, state: CacheState) -> jax.Array:
@@ -83,7 +87,9 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     upto = jnp.where(admit, known, end) if config.whole_prompts else end
     others = (state.requests[fields.STATUS] == RUNNING).any()
     reserved = jnp.where(admit & others, state.pools[:, RESERVED], 0)
-    done = ~waits & (length > 0) & pool.fits(state, _demand(config, state, have, upto, hit, admit), reserved)
+    need = _demand(config, state, have, upto, hit, admit)
+    done = ~waits & (length > 0) & pool.fits(state, need, reserved)
+    lacks = ~waits & ((length <= 0) | ~pool.fits(state, need))
     if config.loads:
         brought = admit & done & (request[fields.LOAD] == BROUGHT)
         table = jnp.where(brought, read_first(lambda state: state.tables[row], state), 0)
@@ -104,7 +110,7 @@ def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit
     state = state._replace(requests=state.requests.at[:, at].set(request, mode="drop"))
     state = _emit(config, state, row, start, end, done)
     # A row that was not planned announces nothing.
-    return Chunk(announce_units(config, state, row, start, jnp.where(done, end, 0)), done, waits)
+    return Chunk(announce_units(config, state, row, start, jnp.where(done, end, 0)), done, waits, lacks)
 
 
 def _end(
@@ -234,6 +240,9 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
         slot = jnp.where(ok, hit.states[position], 0)
         state = pool.touch(config, state, config.group_pool[group], slot[None])
         request = request.at[fields.read.start + position].set(jnp.where(ok, slot, request[fields.read][position]))
+    if config.geometry.recurrent:
+        kind = state.blocks[hit.states[0], BITS] >> KIND_SHIFT
+        state = earnings.note_hit(config, state, kind, (hit.hit - hit.below) // config.unit, ok & (hit.hit > 0))
     for position, group in enumerate(config.geometry.recurrent):
         state, ids = pool.take(config, state, config.group_pool[group], ok.astype(jnp.int32), 1)
         running = fields.running.start + position
@@ -282,8 +291,10 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
         before = wanted < end
         inside &= ~before | config.can_save(start, end, wanted)
         inside &= ~before | (ranks(inside & before) < config.emission.max_per_chunk)
+    inside &= earnings.is_worth_saving(config, state, earnings.kinds(config), request[fields.SEQ])
     spare = spare_states(config, state)
-    room = jnp.where(shared, spare, jnp.minimum(spare, unreused_states(config, state, config.emissions)))
+    unreused = unreused_states(config, state, inside.sum(dtype=jnp.int32), config.emissions)
+    room = jnp.where(shared, spare, jnp.minimum(spare, unreused))
     chosen = inside & (ranks(inside) < room)
     count, nth = chosen.sum(dtype=jnp.int32), ranks(chosen)
     by_group = []
@@ -301,5 +312,5 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
         requests=state.requests.at[:, at].set(request, mode="drop"),
         counters=state.counters.at[SKIPPED_STATES].add(skipped),
     )
-    rung = is_first_to_go(config, state, wanted)
-    return publish_states(config, state, row, positions, slots, rung, pending=True)
+    rung, kinds = is_first_to_go(config, state, wanted), jnp.asarray(earnings.kinds(config))
+    return publish_states(config, state, row, positions, slots, rung, pending=True, kind=kinds)

@@ -20,6 +20,7 @@ from hybrid_kv.cache.state import (
     PREFILL_EVERY,
     RUNNING,
     SHORT,
+    TIED,
     WAITING,
     CacheState,
     layout,
@@ -27,13 +28,21 @@ from hybrid_kv.cache.state import (
 from hybrid_kv.cache.statistics import note_step
 from hybrid_kv.cache.transitions import give_up_loads
 from hybrid_kv.schedule.decode import decodes_fit, schedule_decodes
-from hybrid_kv.schedule.order import comes_after, first_of, last_running, preempt_last
+from hybrid_kv.schedule.order import (
+    cached_shares,
+    comes_after,
+    first_of,
+    first_to_start,
+    last_running,
+    note_overtaken,
+    preempt_last,
+)
 from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
 
 
 class _Loop(NamedTuple):
     """decoded: the decodes have had their turn. deferring: the step is left to them. tried: requests whose prefill has.
-    rows: prefills planned. short: somebody lacks blocks."""
+    rows: prefills planned. short: somebody lacks blocks. cached: f32[R], see `order.cached_shares`."""
 
     state: CacheState
     decoded: jax.Array
@@ -42,6 +51,7 @@ class _Loop(NamedTuple):
     rows: jax.Array
     stop: jax.Array
     short: jax.Array
+    cached: jax.Array
 
 
 class _Next(NamedTuple):
@@ -68,7 +78,8 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     full = start[PLANNED] - done >= config.steps_in_flight
     state = state._replace(counters=start.at[PLANNED].add(1 - full.astype(jnp.int32)))
     no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
-    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no)
+    cached = cached_shares(config, state)
+    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no, cached)
     loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
     # Whether requests lack blocks decides about the states that the next step saves.
     state = loop.state
@@ -117,16 +128,18 @@ def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loo
         def give(_, carry):
             return tuple(schedule_chunk(config, carry[0], one.row, one.admit))
 
-        state, done, waits = jax.lax.fori_loop(0, one.exists.astype(jnp.int32), give, (state, no, no))
+        state, done, waits, lacks = jax.lax.fori_loop(0, one.exists.astype(jnp.int32), give, (state, no, no, no))
+        state = note_overtaken(config, state, one.row, done & one.admit)
         refused = one.exists & ~done & ~waits
         stop = ~one.exists | (refused & one.admit)
-        return state, loop.tried.at[one.row].max(one.exists), done, refused, stop
+        short = refused & (lacks | (state.policy[TIED] == 0))
+        return state, loop.tried.at[one.row].max(one.exists), done, short, stop
 
     state = jax.lax.while_loop(lacks_room, lambda state: preempt_last(config, state), loop.state)
     decodes, chunks = 1 - loop.decoded.astype(jnp.int32), loop.decoded.astype(jnp.int32)
     state = jax.lax.fori_loop(0, decodes, lambda _, state: schedule_decodes(config, state), state)
-    state, tried, done, refused, stop = jax.lax.fori_loop(0, chunks, chunk, (state, loop.tried, no, no, no))
-    after = loop._replace(state=state, decoded=~no, tried=tried, rows=loop.rows + done, short=loop.short | refused)
+    state, tried, done, short, stop = jax.lax.fori_loop(0, chunks, chunk, (state, loop.tried, no, no, no))
+    after = loop._replace(state=state, decoded=~no, tried=tried, rows=loop.rows + done, short=loop.short | short)
     stop |= (after.rows >= config.max_prefills) | (budget_left(config, state) <= 0)
     started, waiting = _candidates(config, after, state, preempted_before)
     return after._replace(stop=stop | ~(started | waiting).any())
@@ -156,4 +169,5 @@ def prefills(config: CacheConfig, state: CacheState) -> tuple[jax.Array, jax.Arr
 def _next(config: CacheConfig, loop: _Loop, state: CacheState, preempted_before: jax.Array) -> _Next:
     started, waiting = _candidates(config, loop, state, preempted_before)
     admit = ~started.any()
-    return _Next(first_of(config, state, jnp.where(admit, waiting, started)), (started | waiting).any(), admit)
+    row = jnp.where(admit, first_to_start(config, state, waiting, loop.cached), first_of(config, state, started))
+    return _Next(row, (started | waiting).any(), admit)
