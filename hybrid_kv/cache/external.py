@@ -98,9 +98,10 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
         kept.append(part.kept)
         written.append(jnp.where(write, ids[ranks(write)], 0))
     states = jnp.zeros((len(geometry.recurrent),), jnp.int32)
-    for position, index in enumerate(geometry.recurrent):
-        state, ids = pool.take(config, state, config.group_pool[index], ok.astype(jnp.int32), 1)
-        states = states.at[position].set(ids[0])
+    if geometry.recurrent:
+        pools = [config.group_pool[index] for index in geometry.recurrent]
+        state, ids = pool.take_each(config, state, pools, ok.astype(jnp.int32), 1)
+        states = ids[:, 0]
     tables = jnp.concatenate(written) if written else jnp.zeros_like(state.tables[slot])
     held = jnp.where(tables > 0, tables, jnp.concatenate(kept)) if kept else tables
     request = request.at[fields.read].set(states)

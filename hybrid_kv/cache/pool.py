@@ -17,7 +17,7 @@ meant to be inlined in a jitted transition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,8 @@ _WINDOW = 64
 # Stamps there are, from 1 on: as many as a signed word holds.
 _STAMPS = np.uint32((1 << 31) - 1)
 _MOST = jnp.iinfo(jnp.int32).max
+# Number of a pool, known when a program is traced or when it runs.
+Pool = int | jax.Array
 # Reference, and neither stamp nor bits nor pending names.
 _TAKEN = np.array([1] + [0] * (PLACES - 1), np.int32)
 
@@ -70,23 +72,44 @@ def fits(state: CacheState, need: list[jax.Array], reserved: jax.Array | int = 0
     return (jnp.stack(need) + reserved <= state.pools[:, FREE_BLOCKS]).all()
 
 
+def take_each(
+    config: CacheConfig, state: CacheState, pools: Sequence[int], count: jax.Array, most: int
+) -> tuple[CacheState, jax.Array]:
+    """`take` from one pool after the other, which may repeat: (state, i32[len(pools), most])."""
+    ids = jnp.zeros((len(pools), most), jnp.int32)
+    if config.utility is not None or len(pools) == 1:
+        for nth, pool in enumerate(pools):
+            state, taken = take(config, state, pool, count, most)
+            ids = ids.at[nth].set(taken)
+        return state, ids
+    numbers = jnp.array(pools, jnp.int32)
+
+    def one(nth, carry):
+        state, ids = carry
+        state, taken = take(config, state, numbers[nth], count, most)
+        return state, ids.at[nth].set(taken)
+
+    # A program is as large as its text: one for all.
+    return jax.lax.fori_loop(0, len(pools), one, (state, ids))
+
+
 def take(
-    config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int
+    config: CacheConfig, state: CacheState, pool: Pool, count: jax.Array, most: int
 ) -> tuple[CacheState, jax.Array]:
     """Take `count` <= `most` blocks with one reference each: (state, int32[most], 0 beyond count).
 
     The caller has checked that `count` blocks are free. Keys of reused blocks are dropped.
     """
-    first = config.pool_offset[pool]
+    first = _of(config.pool_offset, pool)
     lane = jnp.arange(most, dtype=jnp.int32)
     top = state.pools[pool, STACK_TOP]
     from_stack = jnp.minimum(count, top)
     ids = jnp.where(lane < from_stack, state.stack[first + jnp.maximum(top - 1 - lane, 0)], 0)
-    if config.utility is None:
-        ids, heads, _ = _in_order(config, state, pool, ids, from_stack, count)
-    else:
+    if isinstance(pool, int) and config.utility is not None:
         ids = _least_useful(config.utility, config, state, pool, ids, from_stack, count)
         heads = state.pools[pool, HEADS]
+    else:
+        ids, heads, _ = _in_order(config, state, pool, ids, from_stack, count)
     rows = read_first(lambda state: state.blocks[ids], state)
     evicted = ((ids > 0) & (rows[:, PLACES:] > 0).any(-1)).sum(dtype=jnp.int32)
     # True of every id; it makes the writes below wait for the rows to be read, see `read_first`.
@@ -104,7 +127,7 @@ def take(
 
 
 def _in_order(
-    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, got: jax.Array, count: jax.Array,
+    config: CacheConfig, state: CacheState, pool: Pool, ids: jax.Array, got: jax.Array, count: jax.Array,
     before: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Fill ids i32[most], of which `got` are there, up to `count` from the rings, the least useful first: (ids, heads
@@ -112,8 +135,8 @@ def _in_order(
 
     before: bits of a block (0: none) in front of which it stops, should there be one that has them all.
     """
-    most, capacity = ids.shape[0], RING_FACTOR * config.capacity[pool]
-    window = min(max(most, 8), _WINDOW, capacity)
+    most, capacity = ids.shape[0], RING_FACTOR * _of(config.capacity, pool)
+    window = min(max(most, 8), _WINDOW, RING_FACTOR * min(config.capacity))
     ahead, bands = jnp.arange(window, dtype=jnp.int32), jnp.arange(BANDS, dtype=jnp.int32)
     ring_first = _ring_first(config, pool)
     tails, stays = state.pools[pool, TAILS], state.policy[STAY]
@@ -152,10 +175,15 @@ def _in_order(
     return ids, heads, got
 
 
-def _ring_first(config: CacheConfig, pool: int) -> jax.Array:
+def _ring_first(config: CacheConfig, pool: Pool) -> jax.Array:
     """Where the ring of every band of a pool begins: i32[bands]."""
-    each = RING_FACTOR * config.capacity[pool]
-    return BANDS * RING_FACTOR * config.pool_offset[pool] + each * jnp.arange(BANDS, dtype=jnp.int32)
+    each = RING_FACTOR * _of(config.capacity, pool)
+    return BANDS * RING_FACTOR * _of(config.pool_offset, pool) + each * jnp.arange(BANDS, dtype=jnp.int32)
+
+
+def _of(values: tuple[int, ...], pool: Pool) -> jax.Array | int:
+    """A pool's value, also where its number is known only when the program runs."""
+    return values[pool] if isinstance(pool, int) else jnp.array(values, jnp.int32)[pool]
 
 
 def _age(state: CacheState, stamps: jax.Array) -> jax.Array:
@@ -208,8 +236,22 @@ def touch(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> 
     )
 
 
+def release_each(
+    config: CacheConfig, state: CacheState, pools: Sequence[int], ids: jax.Array, first: jax.Array, drop: jax.Array
+) -> CacheState:
+    """`release` of blocks [len(pools), n] of one pool after the other."""
+    if len(pools) == 1:
+        return release(config, state, pools[0], ids[0], first[0], drop[0])
+    numbers = jnp.array(pools, jnp.int32)
+
+    def one(nth, state):
+        return release(config, state, numbers[nth], ids[nth], first[nth], drop[nth])
+
+    return jax.lax.fori_loop(0, len(pools), one, state)
+
+
 def release(
-    config: CacheConfig, state: CacheState, pool: int, ids: jax.Array, first: jax.Array | None = None,
+    config: CacheConfig, state: CacheState, pool: Pool, ids: jax.Array, first: jax.Array | None = None,
     drop: jax.Array | None = None,
 ) -> CacheState:  # fmt: skip
     """Drop one reference of every given block of a pool (0: none), or only count it as used just now.
@@ -222,7 +264,7 @@ def release(
     that were never reused stay where they are then, unless tied; and all do while the ring has no room to spare. Blocks
     to drop are distinct, and so are the others.
     """
-    start, count = config.pool_offset[pool], config.capacity[pool]
+    start, count = _of(config.pool_offset, pool), _of(config.capacity, pool)
     capacity = RING_FACTOR * count
     ids = jnp.atleast_1d(ids)
     rows = read_first(lambda state: state.blocks[ids], state)
@@ -281,7 +323,7 @@ def _stamps(state: CacheState, nth: jax.Array, count: jax.Array) -> tuple[jax.Ar
     return state.counters.at[CLOCK].set(after.astype(jnp.int32)), stamps.astype(jnp.int32)
 
 
-def before_reused_state(config: CacheConfig, state: CacheState, pool: int, count: jax.Array, most: int) -> jax.Array:
+def before_reused_state(config: CacheConfig, state: CacheState, pool: Pool, count: jax.Array, most: int) -> jax.Array:
     """How many of `count` <= `most` blocks can be taken before a state that a hit was served from would be."""
     ids, got = jnp.zeros((most,), jnp.int32), jnp.minimum(state.pools[pool, STACK_TOP], count)
     return _in_order(config, state, pool, ids, got, count, before=STATE | REUSED)[2]

@@ -365,6 +365,7 @@ def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], de
     """Drop, or count as used, what a request has held, each pool at once: in the order given, or if states and rows are
     tied the deepest first, and rows from `deepest` tokens on before everything else."""
     tied = state.policy[TIED] > 0
+    alike: dict[tuple[int, ...], list[tuple[int, jax.Array, jax.Array, jax.Array]]] = {}
     for number in range(len(config.pool_blocks)):
         parts = [part for part in held if config.group_pool[part.group] == number]
         if not parts:
@@ -376,7 +377,10 @@ def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], de
         first |= rows & tied & (depth >= deepest) & bool(config.geometry.recurrent)
         # A state needs no rows from its depth on.
         order = jnp.argsort(jnp.where(tied, -2 * depth - rows, 0), stable=True)
-        state = pool.release(config, state, number, ids[order], first[order], drop[order])
+        alike.setdefault(ids.shape, []).append((number, ids[order], first[order], drop[order]))
+    for pools in alike.values():
+        numbers, *stacks = zip(*pools, strict=True)
+        state = pool.release_each(config, state, numbers, *(jnp.stack(stack) for stack in stacks))
     return state
 
 
@@ -437,9 +441,16 @@ def give_up_loads(config: CacheConfig, state: CacheState, ok: jax.Array) -> Cach
 
 def _drop(config: CacheConfig, state: CacheState, parts: list[tuple[int, jax.Array]]) -> CacheState:
     """Drop one reference of all given blocks, (group, i32[n] ids), each pool at once and in this order."""
+    alike: dict[tuple[int, ...], list[tuple[int, jax.Array]]] = {}
     for number in range(len(config.pool_blocks)):
         ids = [ids for group, ids in parts if config.group_pool[group] == number]
-        state = pool.release(config, state, number, jnp.concatenate(ids)) if ids else state
+        if ids:
+            blocks = jnp.concatenate(ids)
+            alike.setdefault(blocks.shape, []).append((number, blocks))
+    for pools in alike.values():
+        stack = jnp.stack([blocks for _, blocks in pools])
+        no, yes = jnp.zeros(stack.shape, bool), jnp.ones(stack.shape, bool)
+        state = pool.release_each(config, state, [number for number, _ in pools], stack, no, yes)
     return state
 
 

@@ -173,12 +173,13 @@ def _turn_slots(config: CacheConfig, state: CacheState, lacks: jax.Array) -> tup
     nth = fields.turns * ranks(lacks)
     granted = lacks & (nth + fields.turns <= room)
     count = fields.turns * granted.sum(dtype=jnp.int32)
-    for position, group in enumerate(config.geometry.recurrent):
-        state, ids = pool.take(config, state, config.group_pool[group], count, most)
-        for turn in range(fields.turns):
-            column = fields.turn_slot.start + turn * fields.recurrent + position
-            slots = jnp.where(granted, ids[jnp.minimum(nth + turn, most - 1)], state.requests[column])
-            state = state._replace(requests=state.requests.at[column].set(slots))
+    pools = [config.group_pool[group] for group in config.geometry.recurrent]
+    state, ids = pool.take_each(config, state, pools, count, most)
+    # i32[turns, recurrent, R], as they stand in a request.
+    turn = jnp.minimum(nth + jnp.arange(fields.turns)[:, None], most - 1)
+    slots = ids[:, turn].swapaxes(0, 1).reshape(fields.turns * fields.recurrent, -1)
+    slots = jnp.where(granted, slots, state.requests[fields.turn_slot])
+    state = state._replace(requests=state.requests.at[fields.turn_slot].set(slots))
     skipped = (lacks & ~granted).sum(dtype=jnp.int32)
     return state._replace(counters=state.counters.at[SKIPPED_STATES].add(skipped)), granted
 
@@ -194,8 +195,14 @@ def unreused_states(config: CacheConfig, state: CacheState, count: jax.Array, mo
     """States, `count` <= `most` at most, that could be taken without displacing one that a hit was served from, if
     those are guarded."""
     pools = [config.group_pool[group] for group in config.geometry.recurrent]
-    guarded, free = state.policy[GUARD] > 0, []
-    for p in sorted(set(pools)):
-        wanted, times = jnp.where(guarded, count, 0), pools.count(p)
-        free.append(pool.before_reused_state(config, state, p, wanted * times, most * times) // times)
-    return jnp.where(guarded, jnp.stack(free).min(), count)
+    guarded = state.policy[GUARD] > 0
+    numbers = jnp.array(sorted(set(pools)), jnp.int32)
+    times = max(pools.count(number) for number in pools)
+    wanted = jnp.where(guarded, count, 0)
+
+    def one(nth, least):
+        free = pool.before_reused_state(config, state, numbers[nth], wanted * times, most * times)
+        return jnp.minimum(least, free // times)
+
+    least = jax.lax.fori_loop(0, numbers.shape[0], one, jnp.int32(most))
+    return jnp.where(guarded, jnp.minimum(least, count), count)

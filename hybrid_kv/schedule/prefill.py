@@ -243,16 +243,19 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
     if config.geometry.recurrent:
         kind = state.blocks[hit.states[0], BITS] >> KIND_SHIFT
         state = earnings.note_hit(config, state, kind, (hit.hit - hit.below) // config.unit, ok & (hit.hit > 0))
-    for position, group in enumerate(config.geometry.recurrent):
-        state, ids = pool.take(config, state, config.group_pool[group], ok.astype(jnp.int32), 1)
-        running = fields.running.start + position
-        request = request.at[running].set(jnp.where(ok, ids[0], request[running]))
+    if config.geometry.recurrent:
+        state, ids = pool.take_each(config, state, _state_pools(config), ok.astype(jnp.int32), 1)
+        request = request.at[fields.running].set(jnp.where(ok, ids[:, 0], request[fields.running]))
     resumed = request[fields.PREEMPTIONS] > 0
     state = count_admission(state, request[fields.KNOWN], hit.hit, hit.reason, resumed, ok)
     names = jnp.array([fields.STATUS, fields.COMPUTED, fields.HIT, fields.JUNCTION, fields.REASON, fields.ADMITTED])
     values = jnp.stack([jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, state.counters[PLANNED]])
     request = request.at[names].set(jnp.where(ok, values, request[names]))
     return state, request
+
+
+def _state_pools(config: CacheConfig) -> list[int]:
+    return [config.group_pool[group] for group in config.geometry.recurrent]
 
 
 def _extend(config, state: CacheState, row, request, have, end, ok):
@@ -297,11 +300,8 @@ def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheS
     room = jnp.where(shared, spare, jnp.minimum(spare, unreused))
     chosen = inside & (ranks(inside) < room)
     count, nth = chosen.sum(dtype=jnp.int32), ranks(chosen)
-    by_group = []
-    for group in config.geometry.recurrent:
-        state, ids = pool.take(config, state, config.group_pool[group], count, config.emissions)
-        by_group.append(jnp.where(chosen, ids[nth], 0))
-    slots = jnp.stack(by_group, -1)
+    state, ids = pool.take_each(config, state, _state_pools(config), count, config.emissions)
+    slots = jnp.where(chosen[:, None], ids[:, nth].T, 0)
     positions = jnp.where(chosen, wanted, 0)
     place = flights.newest(config, state)
     saved = flights.at(config, request, place)._replace(positions=positions, slots=slots)

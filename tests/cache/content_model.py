@@ -24,9 +24,10 @@ from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import window_units
-from hybrid_kv.cache.state import PREEMPTED, initial_state
+from hybrid_kv.cache.state import PREEMPTED, CacheState, initial_state
 from hybrid_kv.plan import StepPlan, plan_step
 from hybrid_kv.schedule.programs import compiled
+from hybrid_kv.schedule.steady import can_commit, commit_steady, schedule_steady
 from tests.cache.listener import Listener
 
 
@@ -58,15 +59,24 @@ class Flying(NamedTuple):
     sampled: list[list[int]]
 
 
+def assert_same(one: CacheState, other: CacheState) -> None:
+    for name, ours, theirs in zip(one._fields, one, other, strict=True):
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
 class Serving:
     """Cache, make-believe device and make-believe sampler of one configuration. compiled: its transitions. listener:
-    None where there is no log."""
+    None where there is no log. steady_steps: None, or every step is also made by `schedule.steady` and has to come out
+    the same, and so many were."""
 
-    def __init__(self, config: CacheConfig, seed: int = 0) -> None:
+    def __init__(self, config: CacheConfig, seed: int = 0, steady: bool = False) -> None:
         self.config, self.state = config, initial_state(config)
+        self.steady_steps = 0 if steady else None
         names = ("arrive", "commit", "abort", "withdraw", "propose", "reset", "preempt_running")
         steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in names}}
         steps |= {name: getattr(external, name) for name in ("undecided", "restore", "loaded")}
+        if steady:
+            steps |= {"schedule_steady": schedule_steady, "commit_steady": commit_steady}
         self.compiled = {name: compiled(step, config, consumes=False) for name, step in steps.items()}
         self.rng = np.random.default_rng(seed)
         self.rows: list[dict] = [{} for _ in config.geometry.paged]
@@ -92,7 +102,12 @@ class Serving:
         return int(slot)
 
     def plan(self) -> StepPlan:
-        self.state, plan = self.compiled["plan"](self.state)
+        before = self.state
+        self.state, plan = self.compiled["plan"](before)
+        if self.steady_steps is not None:
+            planned, whether = self.compiled["schedule_steady"](before)
+            self.steady_steps += int(whether)
+            assert_same(planned, self.state if whether else before)
         self.follow()
         return jax.tree.map(np.asarray, plan)
 
@@ -242,7 +257,11 @@ class Serving:
             produced[slot], finished[slot] = len(tokens), len(known) >= limit
             fresh = unit_keys(self.config, known)[before:]
             keys[slot, : len(fresh)] = fresh
-        self.state = self.compiled["commit"](self.state, transitions.Outcome(produced, finished, keys))
+        outcome, before = transitions.Outcome(produced, finished, keys), self.state
+        self.state = self.compiled["commit"](before, outcome)
+        decodes = (plan.length - plan.drafts <= 1).all() and not plan.admitted.any()
+        if self.steady_steps is not None and decodes and not finished.any() and can_commit(self.config):
+            assert_same(self.compiled["commit_steady"](before, outcome), self.state)
         self.follow()
         for slot in np.flatnonzero(finished):
             del self.live[int(slot)], self.runs[int(slot)]

@@ -102,7 +102,7 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
     Raises AssertionError for a wrong read, a broken invariant, a stall or a leak.
     """
     rng = np.random.default_rng(seed)
-    serving = Serving(config, seed)
+    serving = Serving(config, seed, steady=True)
     if seed % 2:
         # The clock of releases goes round.
         serving.state = serving.state._replace(counters=serving.state.counters.at[CLOCK].set((1 << 31) - 300))
@@ -154,7 +154,12 @@ def traffic(config: CacheConfig, seed: int) -> collections.Counter[str]:
     assert np.array_equal(np.asarray(serving.state.pools)[:, FREE_BLOCKS], free), "blocks are left in use"
     totals = np.asarray(serving.state.counters)
     _same_statistics(serving)
-    counts.update(hits=sum(serving.hits), evicted=int(totals[EVICTED]), preempted=int(totals[PREEMPTED]))
+    counts.update(
+        steady=serving.steady_steps,
+        hits=sum(serving.hits),
+        evicted=int(totals[EVICTED]),
+        preempted=int(totals[PREEMPTED]),
+    )
     return counts
 
 
@@ -171,7 +176,7 @@ def _same_statistics(serving: Serving) -> None:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "plain"])
 def test_random_traffic_is_sound_and_leaves_nothing_behind(name):
     counts = sum((traffic(CONFIGS[name], seed) for seed in range(2)), collections.Counter())
-    assert counts["hits"] and counts["evicted"] and counts["withdrawn"] and counts["aborted"]
+    assert counts["hits"] and counts["evicted"] and counts["withdrawn"] and counts["aborted"] and counts["steady"]
 
 
 def test_the_next_turn_resumes_where_a_drafter_can_prove_the_end_of_the_last_one():
