@@ -33,6 +33,11 @@ if os.environ.get("HYBRID_KV_TYPE_CHECKS") != "0":
     install_import_hook(_checked_modules(), "beartype.beartype")
 
 
+from hybrid_kv.schedule.programs import prefer_quick_compilation  # behind the hook
+
+prefer_quick_compilation()
+
+
 @pytest.fixture(autouse=True)
 def room_for_compiled_programs() -> Iterator[None]:
     """Drop compiled programs before they use up the memory maps of the process.

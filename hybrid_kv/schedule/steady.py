@@ -3,7 +3,8 @@
 A program costs time by its size, whatever of it is executed: XLA's CPU runtime looks at every buffer that it may need.
 Admission, preemption, prefills and releases are most of `schedule` and `commit`, and most steps need none of them. So
 `schedule_steady` plans a step that is nothing but decodes, or says that it is not its affair; `commit_steady` commits
-one in which nobody ended. Where they do anything, they do what the whole transitions would, bit for bit.
+one in which nobody ended. Where they do anything, they do what the whole transitions would, bit for bit, but for
+compacting the lists of free blocks, which they leave to those.
 """
 
 from __future__ import annotations

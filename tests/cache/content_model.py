@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from hybrid_kv import hashing
-from hybrid_kv.cache import external, transitions
+from hybrid_kv.cache import external, pool, transitions
 from hybrid_kv.cache.check import check
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.drafts import Draft
@@ -260,7 +260,8 @@ class Serving:
         outcome, before = transitions.Outcome(produced, finished, keys), self.state
         self.state = self.compiled["commit"](before, outcome)
         decodes = (plan.length - plan.drafts <= 1).all() and not plan.admitted.any()
-        if self.steady_steps is not None and decodes and not finished.any() and can_commit(self.config):
+        steady = decodes and not finished.any() and can_commit(self.config) and not pool.is_due(self.config, before)
+        if self.steady_steps is not None and steady:
             assert_same(self.compiled["commit_steady"](before, outcome), self.state)
         self.follow()
         for slot in np.flatnonzero(finished):
