@@ -131,9 +131,9 @@ def overlaps(config: CacheConfig, state: CacheState) -> np.ndarray:
     """Overlap depths of the requests that the step planned last has admitted for the first time, by request slot:
     i32[R] tokens, -1 for all others. Runs on the host, between planning a step and committing it."""
     fields, rows, planned = layout(config), np.asarray(state.requests), int(state.counters[PLANNED])
-    fresh = (rows[:, fields.STATUS] == RUNNING) & (rows[:, fields.ADMITTED] == planned) & (planned > 0)
-    fresh &= rows[:, fields.PREEMPTIONS] == 0  # one that resumes overlaps with itself
-    return np.where(fresh, np.maximum(rows[:, fields.HIT], rows[:, fields.JUNCTION]), -1)
+    fresh = (rows[fields.STATUS] == RUNNING) & (rows[fields.ADMITTED] == planned) & (planned > 0)
+    fresh &= rows[fields.PREEMPTIONS] == 0  # one that resumes overlaps with itself
+    return np.where(fresh, np.maximum(rows[fields.HIT], rows[fields.JUNCTION]), -1)
 
 
 class Learner:

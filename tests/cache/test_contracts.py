@@ -10,7 +10,7 @@ from hybrid_kv.cache import index, transitions
 from hybrid_kv.cache.checkpoints import wanted_points
 from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.lookup import SALTED, SKIP_READ
-from hybrid_kv.cache.state import initial_state
+from hybrid_kv.cache.state import FREE_BLOCKS, USABLE, initial_state
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
 from tests.cache.content_model import Serving
@@ -42,7 +42,7 @@ def serve(serving: Serving, tokens, answer=1) -> int:
 
 
 def free(serving: Serving) -> list[int]:
-    return np.asarray(serving.state.pools)[:, 3].tolist()
+    return np.asarray(serving.state.pools)[:, FREE_BLOCKS].tolist()
 
 
 def test_an_aborted_step_publishes_nothing_and_a_committed_one_all():
@@ -312,7 +312,7 @@ def test_drafts_give_way_where_their_rows_find_no_blocks():
 def test_pools_and_placements_of_like_sizes_share_a_program():
     one, other = config(blocks=11, states=20), config(placement=Placement(tail=False, turn_end=False))
     assert one.program == other.program != config(requests=5).program
-    assert np.asarray(initial_state(one).pools)[:, 4].tolist() == [10, 19]
+    assert np.asarray(initial_state(one).pools)[:, USABLE].tolist() == [10, 19]
 
 
 def test_limits_hold_while_others_run():

@@ -180,7 +180,7 @@ def test_kinds_of_states_that_nobody_comes_back_to_are_saved_for_a_sample_only()
 def test_the_request_of_which_most_is_cached_starts_first_until_the_oldest_was_passed_often_enough():
     cache = config(overtake=2)
     fields, state = layout(cache), initial_state(cache)
-    requests = state.requests.at[:3, fields.STATUS].set(1).at[:3, fields.SEQ].set(jnp.array([7, 5, 6]))
+    requests = state.requests.at[fields.STATUS, :3].set(1).at[fields.SEQ, :3].set(jnp.array([7, 5, 6]))
     state = state._replace(requests=requests)
     waiting, cached = jnp.array([True, True, True, False]), jnp.array([0.9, 0.1, 0.5, 1.0], jnp.float32)
     passed = []

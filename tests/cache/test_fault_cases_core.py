@@ -13,7 +13,7 @@ import pytest
 from hybrid_kv.cache import events
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import OWNERS, TOLD, initial_state
+from hybrid_kv.cache.state import FREE_BLOCKS, OWNERS, TOLD, initial_state
 from hybrid_kv.cache.statistics import count_admission, statistics
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupSpec, resolve
@@ -40,7 +40,7 @@ def serve(core: Serving, prompt, answer: int = 1) -> int:
 
 
 def free(core: Serving) -> list[int]:
-    return np.asarray(core.state.pools)[:, 3].tolist()
+    return np.asarray(core.state.pools)[:, FREE_BLOCKS].tolist()
 
 
 def references(core: Serving) -> list[int]:

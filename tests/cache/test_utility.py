@@ -21,8 +21,10 @@ def test_the_order_of_release_as_a_utility_makes_the_same_decisions():
     config = CONFIGS["plain"]
     ordered = dataclasses.replace(config, utility=by_release)
     for seed in range(0, 4, 2):
-        counts = traffic(config, seed)
-        assert counts["evicted"] and traffic(ordered, seed) == counts
+        counts, same = traffic(config, seed), traffic(ordered, seed)
+        # Which steps are steady depends on when lists are due to be compacted, and that does not matter here.
+        del counts["steady"], same["steady"]
+        assert counts["evicted"] and same == counts
 
 
 def test_any_utility_is_sound_and_leaves_nothing_behind():
