@@ -15,13 +15,14 @@ from pathlib import Path
 
 from hybrid_kv.cache import transitions
 from hybrid_kv.errors import UserError
-from hybrid_kv.plan import plan_step
+from hybrid_kv.schedule.steady import commit_steady, schedule_steady
+from hybrid_kv.schedule.step import schedule
 from hybrid_kv.simulate.benchmark import measures
 from hybrid_kv.simulate.benchmark.report import as_json, as_text, write_png
 
 KINDS = ("hash", "decode", "flat", "lookup", "admission", "mix", "cold", "size")
 # What an engine compiles.
-ENGINE = {"plan": plan_step} | {
+ENGINE = {"schedule": schedule, "schedule_steady": schedule_steady, "commit_steady": commit_steady} | {
     name: getattr(transitions, name) for name in ("arrive", "commit", "withdraw", "abort", "reset")
 }
 

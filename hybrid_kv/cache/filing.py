@@ -59,7 +59,8 @@ class _Before(NamedTuple):
 def file(config: CacheConfig, state: CacheState, items: Items, pending: bool) -> tuple[CacheState, jax.Array]:
     """File keys: (state, which were). pending: the content is not written yet; then it takes over nothing.
 
-    As if one after the other: where two want one place, the latter has its turn in another round.
+    In rounds that each go by what is filed when they begin: where two want one place, the latter has its turn in the
+    next one.
     """
 
     def more(carry):

@@ -219,7 +219,12 @@ def whole_core(recurrent: int, steps: Mapping[str, Callable[..., Any]]) -> list[
     keys = jax.ShapeDtypeStruct((config.units, hashing.KEY_WORDS), np.uint32)
     produced, finished = np.zeros(slots, np.int32), np.zeros(slots, bool)
     outcome = Outcome(produced, finished, np.zeros((slots, keys_per_append(config), hashing.KEY_WORDS), np.uint32))
-    arguments: dict[str, tuple] = {"arrive": (word, word, keys), "commit": (outcome,), "abort": (word,)}
+    arguments: dict[str, tuple] = {
+        "arrive": (word, word, keys),
+        "commit": (outcome,),
+        "commit_steady": (outcome,),
+        "abort": (word,),
+    }
     spent = {}
     for name, step in steps.items():
         program: Any = compiled(step, config)
