@@ -53,9 +53,9 @@ def first_to_start(config: CacheConfig, state: CacheState, waiting: jax.Array, c
     fields = layout(config)
     oldest = first_of(config, state, waiting)
     if config.priority:
-        waiting &= state.requests[fields.PRIORITY] == state.requests[oldest, fields.PRIORITY]
+        waiting &= state.requests[fields.PRIORITY] == state.requests[fields.PRIORITY, oldest]
     most = waiting & (cached >= jnp.where(waiting, cached, 0).max())
-    patient = state.requests[oldest, fields.OVERTAKEN] < state.policy[OVERTAKE]
+    patient = state.requests[fields.OVERTAKEN, oldest] < state.policy[OVERTAKE]
     return jnp.where(patient, first_of(config, state, most), oldest)
 
 
