@@ -31,13 +31,6 @@ def sums(values: jax.Array) -> jax.Array:
     return (inside + base[:, None]).reshape(-1)[: values.shape[0]]
 
 
-def first(mask: jax.Array, most: int) -> jax.Array:
-    """The first `most` marked lanes in order, 0 beyond their number: bool[n] -> i32[most]."""
-    lane = jnp.arange(mask.shape[0], dtype=jnp.int32)
-    at = jnp.where(mask, ranks(mask), most)
-    return jnp.zeros((most,), jnp.int32).at[at].set(lane, mode="drop")
-
-
 def ragged(before: jax.Array, items: jax.Array) -> jax.Array:
     """Lane that each item of a ragged list belongs to.
 

@@ -376,7 +376,8 @@ def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], de
         first = jnp.concatenate([jnp.full(part.ids.shape, part.first) for part in parts])
         first |= rows & tied & (depth >= deepest) & bool(config.geometry.recurrent)
         # A state needs no rows from its depth on.
-        order = jnp.argsort(jnp.where(tied, -2 * depth - rows, 0), stable=True)
+        as_given = jnp.arange(ids.shape[0])
+        order = jax.lax.cond(tied, lambda key: jnp.argsort(key, stable=True), lambda _: as_given, -2 * depth - rows)
         alike.setdefault(ids.shape, []).append((number, ids[order], first[order], drop[order]))
     for pools in alike.values():
         numbers, *stacks = zip(*pools, strict=True)

@@ -196,13 +196,15 @@ def unreused_states(config: CacheConfig, state: CacheState, count: jax.Array, mo
     those are guarded."""
     pools = [config.group_pool[group] for group in config.geometry.recurrent]
     guarded = state.policy[GUARD] > 0
-    numbers = jnp.array(sorted(set(pools)), jnp.int32)
-    times = max(pools.count(number) for number in pools)
+    numbers = sorted(set(pools))
+    each = [pools.count(number) for number in numbers]  # groups of the pool
+    number_of, groups_of = jnp.array(numbers, jnp.int32), jnp.array(each, jnp.int32)
     wanted = jnp.where(guarded, count, 0)
 
     def one(nth, least):
-        free = pool.before_reused_state(config, state, numbers[nth], wanted * times, most * times)
-        return jnp.minimum(least, free // times)
+        groups = groups_of[nth]
+        free = pool.before_reused_state(config, state, number_of[nth], wanted * groups, most * max(each))
+        return jnp.minimum(least, free // groups)
 
-    least = jax.lax.fori_loop(0, numbers.shape[0], one, jnp.int32(most))
+    least = jax.lax.fori_loop(0, len(numbers), one, jnp.int32(most))
     return jnp.where(guarded, jnp.minimum(least, count), count)

@@ -243,7 +243,6 @@ def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok:
     if config.geometry.recurrent:
         kind = state.blocks[hit.states[0], BITS] >> KIND_SHIFT
         state = earnings.note_hit(config, state, kind, (hit.hit - hit.below) // config.unit, ok & (hit.hit > 0))
-    if config.geometry.recurrent:
         state, ids = pool.take_each(config, state, _state_pools(config), ok.astype(jnp.int32), 1)
         request = request.at[fields.running].set(jnp.where(ok, ids[:, 0], request[fields.running]))
     resumed = request[fields.PREEMPTIONS] > 0
