@@ -13,18 +13,12 @@ compilation. No model runs; keys are drawn where they are not what is measured. 
 import argparse
 from pathlib import Path
 
-from hybrid_kv.cache import transitions
 from hybrid_kv.errors import UserError
-from hybrid_kv.schedule.steady import commit_steady, schedule_steady
-from hybrid_kv.schedule.step import schedule
+from hybrid_kv.schedule.programs import dispatch_inline
 from hybrid_kv.simulate.benchmark import measures
 from hybrid_kv.simulate.benchmark.report import as_json, as_text, write_png
 
 KINDS = ("hash", "decode", "flat", "lookup", "admission", "mix", "cold", "size")
-# What an engine compiles.
-ENGINE = {"schedule": schedule, "schedule_steady": schedule_steady, "commit_steady": commit_steady} | {
-    name: getattr(transitions, name) for name in ("arrive", "commit", "withdraw", "abort", "reset")
-}
 
 
 def measure(kind: str, recurrent: int, options: argparse.Namespace) -> list[measures.Line]:
@@ -39,7 +33,7 @@ def measure(kind: str, recurrent: int, options: argparse.Namespace) -> list[meas
         "admission": lambda: measures.admission(recurrent),
         "mix": lambda: measures.mix(recurrent, options.steps),
         "cold": lambda: measures.cold(recurrent),
-        "size": lambda: measures.whole_core(recurrent, ENGINE),
+        "size": lambda: measures.whole_core(recurrent),
     }[kind]()
 
 
@@ -53,6 +47,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", type=Path, default=None, help="write a picture (.png) too")
     options = parser.parse_args()
+    dispatch_inline()
     lines = []
     for kind in options.only:
         for recurrent in [0] if kind == "hash" else options.recurrent:

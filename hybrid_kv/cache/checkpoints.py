@@ -11,6 +11,7 @@ import numpy as np
 
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
+from hybrid_kv.cache.ranks import sorted_few
 from hybrid_kv.cache.state import INTERVAL, LADDER, TAIL, CacheState
 
 
@@ -38,7 +39,7 @@ def wanted_points(
     optional = down(prompt - 1, policy[LADDER : LADDER + rungs])
     if config.placement.positions:
         positions = policy[LADDER + rungs :]
-        optional = -jnp.sort(-jnp.concatenate([optional, jnp.where(positions < prompt, positions, 0)]))
+        optional = -sorted_few(-jnp.concatenate([optional, jnp.where(positions < prompt, positions, 0)]))
     points = jnp.concatenate([shared, jnp.stack(tails) * policy[TAIL], optional]).astype(jnp.int32)
     repeats = jnp.tril(points[:, None] == points[None, :], -1).any(1)
     return jnp.where((points > hit) & ~repeats & config.prefix_caching, points, 0)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache import flights, pool
 from hybrid_kv.cache.config import CacheConfig
@@ -89,7 +90,8 @@ def restore(config: CacheConfig, state: CacheState, slot: jax.Array, tokens: jax
     ok = fine & pool.fits(state, list(need), _reserved(config, state))
     # What is kept is held in all groups before anything is taken.
     for index, part in zip(geometry.paged, parts, strict=True):
-        state = pool.touch(config, state, config.group_pool[index], jnp.where(ok, part.kept, 0))
+        own = np.full(part.kept.shape, config.group_pool[index], np.int32)
+        state = pool.touch(config, state, own, jnp.where(ok, part.kept, 0))
     kept, written = [], []
     for index, part in zip(geometry.paged, parts, strict=True):
         write = part.write & ok

@@ -20,6 +20,7 @@ import numpy as np
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import CacheConfig
+from hybrid_kv.cache.loops import traced_once
 from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import JUNCTIONS, CacheState
@@ -80,6 +81,7 @@ def named_units(config: CacheConfig, known: jax.Array) -> jax.Array:
     return jnp.maximum(known - config.lookahead, 0) // config.unit
 
 
+@traced_once
 def lookup(config: CacheConfig, state: CacheState, keys: jax.Array, known: jax.Array, flags: jax.Array) -> Hit:
     """Look a request up; reads only.
 

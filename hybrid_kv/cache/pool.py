@@ -75,18 +75,19 @@ def fits(state: CacheState, need: list[jax.Array], reserved: jax.Array | int = 0
 def take_each(
     config: CacheConfig, state: CacheState, pools: Sequence[int], count: jax.Array, most: int
 ) -> tuple[CacheState, jax.Array]:
-    """`take` from one pool after the other, which may repeat: (state, i32[len(pools), most])."""
-    ids = jnp.zeros((len(pools), most), jnp.int32)
+    """`take` from one pool after the other, which may repeat: (state, i32[len(pools), most]). count: of all, i32[], or
+    of each, i32[len(pools)]."""
+    ids, counts = jnp.zeros((len(pools), most), jnp.int32), jnp.broadcast_to(count, (len(pools),))
     if config.utility is not None or len(pools) == 1:
         for nth, pool in enumerate(pools):
-            state, taken = take(config, state, pool, count, most)
+            state, taken = take(config, state, pool, counts[nth], most)
             ids = ids.at[nth].set(taken)
         return state, ids
     numbers = jnp.array(pools, jnp.int32)
 
     def one(nth, carry):
         state, ids = carry
-        state, taken = take(config, state, numbers[nth], count, most)
+        state, taken = take(config, state, numbers[nth], counts[nth], most)
         return state, ids.at[nth].set(taken)
 
     # A program is as large as its text: one for all.
@@ -225,14 +226,19 @@ def unreferenced(state: CacheState, ids: jax.Array) -> jax.Array:
     return ((ids > 0) & (state.blocks[ids, REF] == 0)).sum(dtype=jnp.int32)
 
 
-def touch(config: CacheConfig, state: CacheState, pool: int, ids: jax.Array) -> CacheState:
-    """Add one reference to every given distinct block of a pool (0: none): a hit is served from it."""
+def touch(config: CacheConfig, state: CacheState, pools: np.ndarray, ids: jax.Array) -> CacheState:
+    """Add one reference to every given distinct block i32[n] (0: none) of pools i32[n]: a hit is served from it."""
+    if not ids.shape[0]:
+        return state
     at = jnp.where(ids > 0, ids, config.total_blocks)
-    woken, rows = read_first(lambda state: (unreferenced(state, ids), state.blocks[ids]), state)
+    rows = read_first(lambda state: state.blocks[ids, :PLACES], state)
+    woken = (ids > 0) & (rows[:, REF] == 0)
     changed = jnp.stack([rows[:, REF] + 1, rows[:, BITS] & ~SPARE | REUSED], 1)
+    number = np.arange(len(config.pool_blocks))[:, None]
+    count = (woken & (jnp.asarray(pools) == number)).sum(1, dtype=jnp.int32)
     return state._replace(
         blocks=state.blocks.at[at[:, None], np.array([REF, BITS])].set(changed, mode="drop"),
-        pools=state.pools.at[pool, FREE_BLOCKS].add(-woken),
+        pools=state.pools.at[:, FREE_BLOCKS].add(-count),
     )
 
 
@@ -352,14 +358,14 @@ def free_keyless(config: CacheConfig, state: CacheState, pools: jax.Array, block
 
 
 def compact(config: CacheConfig, state: CacheState) -> CacheState:
-    """Drop stale entries of pools of which a ring holds more than two per block; keep cursors small.
+    """Drop the stale entries of rings that hold more than two per block; keep cursors small.
 
     A block becomes free at most twice in one transition, so called at the head of each transition
     this keeps the rings from overrunning.
     """
-    due = is_due(config, state).astype(jnp.int32)
+    due = is_due(config, state).astype(jnp.int32) * len(config.capacity) * BANDS
     lists = (state.pools, state.ring)
-    pools, ring = jax.lax.fori_loop(0, due, lambda _, lists: _compact(config, state.blocks, *lists), lists)
+    pools, ring = jax.lax.fori_loop(0, due, lambda nth, lists: _compact(config, state.blocks, nth, *lists), lists)
     return state._replace(pools=pools, ring=ring)
 
 
@@ -370,26 +376,27 @@ def is_due(config: CacheConfig, state: CacheState) -> jax.Array:
     return ((tails - heads > 2 * rooms) | (heads >= RING_FACTOR * rooms) | (heads < 0)).any()
 
 
-def _compact(config: CacheConfig, blocks: jax.Array, pools: jax.Array, ring: jax.Array) -> tuple[jax.Array, jax.Array]:
-    for pool, count in enumerate(config.capacity):
-        capacity, ring_first = RING_FACTOR * count, _ring_first(config, pool)[:, None]
+def _compact(
+    config: CacheConfig, blocks: jax.Array, nth: jax.Array, pools: jax.Array, ring: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The nth ring, counted through all pools: what is live moves to its head, a window at a time."""
+    pool, band = nth // BANDS, nth % BANDS
+    count = jnp.array(config.capacity, jnp.int32)[pool]
+    capacity, first = RING_FACTOR * count, _ring_first(config, pool)[band]
+    head, tail = pools[pool, HEADS][band], pools[pool, TAILS][band]
+    ahead = jnp.arange(_WINDOW, dtype=jnp.int32)
 
-        def crowded(carry, pool=pool, count=count):
-            pools, _ = carry
-            return (pools[pool, TAILS] - pools[pool, HEADS] > 2 * count).any()
+    def squeeze(carry):
+        at, kept, ring = carry
+        entries = ring[first + (at + ahead) % capacity]
+        rows = blocks[entries[:, 0], :PLACES]
+        live = (at + ahead < tail) & (rows[:, REF] == 0) & (rows[:, STAMP] == entries[:, 1])
+        to = jnp.where(live, first + (kept + ranks(live)) % capacity, ring.shape[0])
+        return at + _WINDOW, kept + live.sum(dtype=jnp.int32), ring.at[to].set(entries, mode="drop")
 
-        def squeeze(carry, pool=pool, capacity=capacity, ring_first=ring_first):
-            pools, ring = carry
-            lane = jnp.arange(capacity, dtype=jnp.int32)
-            heads, tails = pools[pool, HEADS], pools[pool, TAILS]
-            entries = ring[ring_first + (heads[:, None] + lane) % capacity]
-            rows = blocks[entries[..., 0], :PLACES]
-            live = (lane < (tails - heads)[:, None]) & (rows[..., REF] == 0) & (rows[..., STAMP] == entries[..., 1])
-            nth = jax.vmap(ranks)(live)
-            ring = ring.at[jnp.where(live, ring_first + nth, ring.shape[0])].set(entries, mode="drop")
-            return pools.at[pool, HEADS].set(0).at[pool, TAILS].set(live.sum(1, dtype=jnp.int32)), ring
-
-        pools, ring = jax.lax.while_loop(crowded, squeeze, (pools, ring))
-        laps = pools[pool, HEADS] // capacity * capacity
-        pools = pools.at[pool, HEADS].add(-laps).at[pool, TAILS].add(-laps)
-    return pools, ring
+    crowded = tail - head > 2 * count
+    start = (jnp.where(crowded, head, tail), jnp.where(crowded, head, tail), ring)
+    _, tail, ring = jax.lax.while_loop(lambda carry: carry[0] < tail, squeeze, start)
+    laps = head // capacity * capacity
+    cursors = jnp.array([HEADS.start, TAILS.start], jnp.int32) + band
+    return pools.at[pool, cursors].set(jnp.stack([head, tail]) - laps), ring

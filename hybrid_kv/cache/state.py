@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +182,16 @@ def read_first(read: Callable[[CacheState], T], state: CacheState) -> T:
     return jax.lax.fori_loop(0, once, lambda _, __: read(state), nothing)
 
 
+def zero_after(*values: Any) -> jax.Array:
+    """Zero, i32[], known only when all values (trees of arrays) are, as far as the compiler can tell.
+
+    Added to the place of a write it makes the write wait for them, and with them for all that they were read from: else
+    the compiler may put a read behind the write, and then copies the whole array for it.
+    """
+    heads = [leaf.reshape(-1)[0].astype(jnp.int32) for leaf in jax.tree.leaves(values) if leaf.size]
+    return (jnp.stack(heads).sum(dtype=jnp.int32) & 1) >> 1
+
+
 @functools.cache
 def layout(config: CacheConfig) -> RequestLayout:
     """The request columns of a configuration."""
@@ -243,13 +253,13 @@ def initial_state(config: CacheConfig, pool_blocks: tuple[int, ...] | None = Non
         stack=stack,
         ring=jnp.zeros((BANDS * RING_FACTOR * config.total_blocks, 2), jnp.int32),
         pools=pools,
-        counters=jnp.zeros((_counters(config),), jnp.int32),
+        counters=jnp.zeros((counters_of(config),), jnp.int32),
         policy=jnp.asarray(policy_of(config, config.placement)),
         log=jnp.zeros((config.events, LOG_WORDS), jnp.uint32),
     )
 
 
-def _counters(config: CacheConfig) -> int:
+def counters_of(config: CacheConfig) -> int:
     """Counters, records of the steps in flight, and two numbers for every kind of state."""
     return RECORDS + config.steps_in_flight * len(BY_PLAN) + 2 * (STATE_KINDS + len(config.placement.ladder))
 

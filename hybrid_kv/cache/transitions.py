@@ -15,7 +15,7 @@ import numpy as np
 from hybrid_kv.cache import earnings, flights, index, log, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
-from hybrid_kv.cache.loops import for_rows
+from hybrid_kv.cache.loops import for_rows, traced_once
 from hybrid_kv.cache.publish import (
     confirm_states,
     leave_prefill,
@@ -24,6 +24,7 @@ from hybrid_kv.cache.publish import (
     withdraw_states,
     withdraw_units,
 )
+from hybrid_kv.cache.ranks import merged, sorted_few
 from hybrid_kv.cache.state import (
     ABANDONED,
     BITS,
@@ -44,6 +45,7 @@ from hybrid_kv.cache.state import (
     forget_all,
     layout,
     read_first,
+    zero_after,
 )
 from hybrid_kv.cache.statistics import take_back
 from hybrid_kv.cache.windows import leave_windows, part
@@ -107,11 +109,20 @@ def commit(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheSta
 
     Call it once the step has been handed to the device and cannot be dropped any more.
     """
+    return end_rows(config, *commit_rows(config, state, outcome))
+
+
+def commit_rows(config: CacheConfig, state: CacheState, outcome: Outcome) -> tuple[CacheState, jax.Array]:
+    """`commit`, but for the end of requests: (state, those that end with this step, bool[R])."""
     place = flights.oldest(config, state)
     state, rows = move_on(config, pool.compact(config, state), outcome)
     state = for_rows(config, rows.pinned, lambda config, state, row: _settle(config, state, row, place), state)
-    state = leave_windows(config, state, rows.ran)
-    return for_rows(config, rows.ended, release, state)
+    return leave_windows(config, state, rows.ran), rows.ended
+
+
+def end_rows(config: CacheConfig, state: CacheState, ended: jax.Array) -> CacheState:
+    """End requests (bool[R]) of the step that `commit_rows` has made visible."""
+    return for_rows(config, ended, release, pool.compact(config, state))
 
 
 class _Rows(NamedTuple):
@@ -122,6 +133,7 @@ class _Rows(NamedTuple):
     ended: jax.Array
 
 
+@traced_once
 def move_on(config: CacheConfig, state: CacheState, outcome: Outcome) -> tuple[CacheState, _Rows]:
     """The part of `commit` that all requests of the step take at once: lengths, keys, names."""
     fields = layout(config)
@@ -143,9 +155,14 @@ def move_on(config: CacheConfig, state: CacheState, outcome: Outcome) -> tuple[C
     # All that changes of every request in one write.
     none = jnp.zeros_like(computed)
     own = [fields.KNOWN, fields.COMPUTED, fields.ADMITTED, *_rows_of(fields.turn), *_rows_of(fields.published)]
-    names = jnp.concatenate([jnp.array(own), flights.head(config, place)])
+    names = jnp.concatenate([jnp.array(own), flights.head(config, place)]) + zero_after(rows, _content(state))
     values = [jnp.stack([known + produced, computed, admitted]), turn, published, jnp.stack([none] * flights.HEAD)]
     return state._replace(requests=state.requests.at[names].set(jnp.concatenate(values))), rows
+
+
+def _content(state: CacheState) -> tuple[jax.Array, ...]:
+    """What a transition changes before it writes to the requests."""
+    return state.blocks, state.tags, state.entries, state.ghosts, state.stack, state.ring, state.pools, state.counters
 
 
 def _turn_ends(
@@ -285,6 +302,7 @@ def _wait_again(config: CacheConfig, state: CacheState, row: jax.Array) -> Cache
     return state._replace(requests=state.requests.at[:, row].set(again))
 
 
+@traced_once
 def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
     """Publish a request's turn-end state and drop its references; the row is left blank.
 
@@ -297,7 +315,7 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     for position, group in enumerate(geometry.paged):
         if geometry.groups[group].kind.windowed:
             state = part(config, state, row, position, jnp.int32(config.columns[position]))
-    request = state.requests[:, row]
+    request, own_table = read_first(lambda state: (state.requests[:, row], state.tables[row]), state)
     flight = flights.every(config, request)
     emitted = flight.slots.reshape(fields.flights * fields.emissions, fields.recurrent)
     turns = request[fields.turn_slot].reshape(fields.turns, fields.recurrent)
@@ -307,9 +325,9 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
         held.append(_Part(group, superseded[nth : nth + 1], request[fields.HIT][None], drop=False, first=True))
     for position, group in enumerate(geometry.paged):
         first, columns = config.column_offset[position], config.columns[position]
-        table = jax.lax.dynamic_slice(state.tables, (row, first), (1, columns))[0]
+        table = own_table[first : first + columns]
         depth = jnp.arange(columns, dtype=jnp.int32) * config.group(group).block
-        held += [_Part(group, table[::-1], depth[::-1])]
+        held += [_Part(group, table[::-1], depth[::-1], in_order=True)]
         held += [_Part(group, request[fields.copy_source][position : position + 1], jnp.zeros((1,), jnp.int32))]
     for position, group in enumerate(geometry.recurrent):
         own, read = (request[part][position : position + 1] for part in (fields.running, fields.read))
@@ -318,18 +336,20 @@ def release(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
         held.append(_Part(group, ids, jnp.concatenate([zero, request[fields.turn], hit, flight.positions.reshape(-1)])))
     deepest = jnp.where((found > 0).all(1), lengths, 0).max(initial=0)
     state = _drop_by_depth(config, state, held, deepest)
-    return state._replace(requests=state.requests.at[:, row].set(0), tables=state.tables.at[row].set(0))
+    at = row + zero_after(_content(state))
+    return state._replace(requests=state.requests.at[:, at].set(0), tables=state.tables.at[at].set(0))
 
 
 class _Part(NamedTuple):
     """Blocks i32[n] of a group (0: none), the tokens before them, whether a reference is dropped or they only count as
-    used, and whether they go before everything else."""
+    used, whether they go before everything else, and whether the deepest is the first of them."""
 
     group: int
     ids: jax.Array
     depth: jax.Array
     drop: bool = True
     first: bool = False
+    in_order: bool = False
 
 
 def _own_states(config: CacheConfig, state: CacheState, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -343,7 +363,7 @@ def _own_states(config: CacheConfig, state: CacheState, row: jax.Array) -> tuple
     request, tied = state.requests[:, row], state.policy[TIED] > 0
     named = named_units(config, request[fields.KNOWN]) * config.unit
     turns = jnp.where(tied, request[fields.turn], 0)
-    lengths = jnp.sort(jnp.concatenate([request[fields.points], request[fields.HIT][None], turns]))
+    lengths = sorted_few(jnp.concatenate([request[fields.points], request[fields.HIT][None], turns]))
     lengths = jnp.where(lengths <= jnp.minimum(request[fields.COMPUTED], named), lengths, 0)
     lengths = jnp.where(jnp.append(True, lengths[1:] != lengths[:-1]), lengths, 0)
     if not (config.prefix_caching and config.geometry.recurrent):
@@ -365,6 +385,9 @@ def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], de
     """Drop, or count as used, what a request has held, each pool at once: in the order given, or if states and rows are
     tied the deepest first, and rows from `deepest` tokens on before everything else."""
     tied = state.policy[TIED] > 0
+    # All are known before any is dropped.
+    zero = zero_after([part.ids for part in held])
+    held = [part._replace(ids=part.ids + zero) for part in held]
     alike: dict[tuple[int, ...], list[tuple[int, jax.Array, jax.Array, jax.Array]]] = {}
     for number in range(len(config.pool_blocks)):
         parts = [part for part in held if config.group_pool[part.group] == number]
@@ -376,8 +399,14 @@ def _drop_by_depth(config: CacheConfig, state: CacheState, held: list[_Part], de
         first = jnp.concatenate([jnp.full(part.ids.shape, part.first) for part in parts])
         first |= rows & tied & (depth >= deepest) & bool(config.geometry.recurrent)
         # A state needs no rows from its depth on.
-        as_given = jnp.arange(ids.shape[0])
-        order = jax.lax.cond(tied, lambda key: jnp.argsort(key, stable=True), lambda _: as_given, -2 * depth - rows)
+        keys = [-2 * part.depth - (part.group in config.geometry.paged) for part in parts]
+        in_order = [part.in_order for part in parts]
+        given = jnp.arange(ids.shape[0], dtype=jnp.int32)
+
+        def by_depth(keys, given=given, in_order=in_order):
+            return given.at[merged(keys, in_order)].set(given)
+
+        order = jax.lax.cond(tied, by_depth, lambda _, given=given: given, keys)
         alike.setdefault(ids.shape, []).append((number, ids[order], first[order], drop[order]))
     for pools in alike.values():
         numbers, *stacks = zip(*pools, strict=True)
@@ -389,7 +418,7 @@ def _settle(config: CacheConfig, state: CacheState, row: jax.Array, place: fligh
     """Drop the pins of what a committed row read, copied from and saved; what it saved was filed when it was planned,
     and counts from now on."""
     fields, geometry = layout(config), config.geometry
-    request = state.requests[:, row]
+    request = read_first(lambda state: state.requests[:, row], state)
     emitted = flights.at(config, request, place)
     state = confirm_states(config, state, row, emitted.positions, emitted.slots)
     pinned = []
@@ -401,9 +430,10 @@ def _settle(config: CacheConfig, state: CacheState, row: jax.Array, place: fligh
     state = _drop(config, state, pinned)
     request = request.at[fields.copy_source].set(0).at[fields.read].set(0)
     request = flights.put(config, request, place, flights.without_states(emitted))
-    return state._replace(requests=state.requests.at[:, row].set(request))
+    return state._replace(requests=state.requests.at[:, row + zero_after(_content(state))].set(request))
 
 
+@traced_once
 def _forget_names(config: CacheConfig, state: CacheState, row: jax.Array, start: jax.Array) -> CacheState:
     """Take back the pending names of what a request's rows in flight compute from `start` on."""
     saved = flights.every(config, state.requests[:, row])

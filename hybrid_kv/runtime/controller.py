@@ -29,8 +29,10 @@ class Controller:
         self.device = jax.local_devices(backend="cpu")[0]
         self.state = jax.device_put(initial_state(config), self.device)
         self._stepper = Stepper(config)
-        self._jit = {name: compiled(getattr(transitions, name), config) for name in _TRANSITIONS}
-        self._spell_out = compiled(spell_out, config, consumes=False)
+        self._jit = {
+            name: compiled(getattr(transitions, name), config, seldom=name != "arrive") for name in _TRANSITIONS
+        }
+        self._spell_out = compiled(spell_out, config, consumes=False, kernels="many")
 
     def arrive(self, prompt_length: int, flags: int, keys: np.ndarray) -> None:
         """Queue a request in the lowest free slot; the caller knows that one is free."""

@@ -6,11 +6,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache import earnings, flights, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.ranks import ranks, sums
-from hybrid_kv.cache.state import GUARD, RUNNING, SHORT, SKIPPED_STATES, TURN_END, WAITING, CacheState, layout
+from hybrid_kv.cache.state import (
+    GUARD,
+    RUNNING,
+    SHORT,
+    SKIPPED_STATES,
+    TURN_END,
+    WAITING,
+    CacheState,
+    layout,
+    zero_after,
+)
+from hybrid_kv.schedule.pieces import piece, reading_piece
 
 
 class Decodes(NamedTuple):
@@ -33,46 +45,69 @@ def decodes_fit(config: CacheConfig, state: CacheState) -> jax.Array:
     return find_decodes(config, state).fits
 
 
-def schedule_decodes(config: CacheConfig, state: CacheState) -> CacheState:
-    """Schedule every request whose prompt is done, if blocks suffice for all of them.
+def schedule_decodes(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
+    """Schedule every request whose prompt is done, if blocks suffice for all of them: (state, whether they do).
 
     Drafts are verified as far as the budget goes, lowest slot first, and not at all in a step in which their rows would
     find no blocks; the tokens themselves always fit the budget.
     """
     decodes = find_decodes(config, state)
     rows = decodes.rows & decodes.fits
-    state = _extend_tables(config, state, [jnp.where(rows, each, 0) for each in decodes.fresh])
-    if config.prefix_caching and config.geometry.recurrent:
-        lacks = decodes.lacks_turn & rows
-        some = lacks.any().astype(jnp.int32)
-        carry = (state, jnp.zeros_like(lacks))
-        state, granted = jax.lax.fori_loop(0, some, lambda _, carry: _turn_slots(config, carry[0], lacks), carry)
-        saved = ~decodes.lacks_turn | granted
-        decodes = decodes._replace(boundary=jnp.where(saved, decodes.boundary, 0))
-    return _write_rows(config, state, decodes, rows)
+    state, boundary = _find_room(config, state, decodes, rows)
+    written = _written(config, state, decodes._replace(boundary=boundary), rows)
+    return _write_rows(config, state, written), decodes.fits
 
 
 def decode_rows(config: CacheConfig, state: CacheState, decodes: Decodes, rows: jax.Array) -> CacheState:
     """Schedule those of the decodes in `rows` (bool[R]), which fit and have slots for their turns' ends."""
+    written = _written(config, state, decodes, rows)
     state = _extend_tables(config, state, [jnp.where(rows, each, 0) for each in decodes.fresh])
-    return _write_rows(config, state, decodes, rows)
+    return _write_rows(config, state, written)
 
 
-def _write_rows(config: CacheConfig, state: CacheState, decodes: Decodes, rows: jax.Array) -> CacheState:
-    fields, place = layout(config), flights.newest(config, state)
-    before = flights.at(config, state.requests, place)
+@piece
+def _find_room(
+    config: CacheConfig, state: CacheState, decodes: Decodes, rows: jax.Array
+) -> tuple[CacheState, jax.Array]:
+    """Take blocks for decodes, and slots for their turns' ends: (state, the boundaries that can be saved)."""
+    state = _extend_tables(config, state, [jnp.where(rows, each, 0) for each in decodes.fresh])
+    if not (config.prefix_caching and config.geometry.recurrent):
+        return state, decodes.boundary
+    lacks = decodes.lacks_turn & rows
+    some = lacks.any().astype(jnp.int32)
+    carry = (state, jnp.zeros_like(lacks))
+    state, granted = jax.lax.fori_loop(0, some, lambda _, carry: _turn_slots(config, carry[0], lacks), carry)
+    return state, jnp.where(~decodes.lacks_turn | granted, decodes.boundary, 0)
+
+
+def _written_rows(config: CacheConfig) -> list[int]:
+    """Rows of the requests that planning decodes changes, but for the head of their record."""
+    columns = layout(config).columns
+    return [layout(config).DRAFTS, *range(columns.start, columns.stop)]
+
+
+@reading_piece
+def _written(config: CacheConfig, state: CacheState, decodes: Decodes, rows: jax.Array) -> jax.Array:
+    """What stands in those rows then, i32[n, R], the head of the record at the end."""
+    fields = layout(config)
+    before = flights.at(config, state.requests, flights.newest(config, state))
     held = state.requests[fields.columns]
     columns = [held[position] + jnp.where(rows, each, 0) for position, each in enumerate(decodes.fresh)]
     asked = jnp.where(rows, 0, state.requests[fields.DRAFTS])
     given = 1 + decodes.drafts
     new = [given, decodes.drafts, given, decodes.boundary]
     row = [jnp.where(rows, one, old) for one, old in zip(new, before[: flights.HEAD], strict=True)]
-    # All that changes of every request in one write.
-    names = jnp.array([fields.DRAFTS, *range(fields.columns.start, fields.columns.stop)])
-    names = jnp.concatenate([names, flights.head(config, place)])
-    return state._replace(requests=state.requests.at[names].set(jnp.stack([asked, *columns, *row])))
+    return jnp.stack([asked, *columns, *row])
 
 
+def _write_rows(config: CacheConfig, state: CacheState, written: jax.Array) -> CacheState:
+    """All that changes of every request in one write."""
+    head = flights.head(config, flights.newest(config, state))
+    names = jnp.concatenate([jnp.array(_written_rows(config)), head]) + zero_after(state.tables, state.blocks)
+    return state._replace(requests=state.requests.at[names].set(written))
+
+
+@reading_piece
 def find_decodes(config: CacheConfig, state: CacheState) -> Decodes:
     """The requests whose prompt is done and that may have a row in the step being planned."""
     fields, requests = layout(config), state.requests
@@ -179,8 +214,10 @@ def _turn_slots(config: CacheConfig, state: CacheState, lacks: jax.Array) -> tup
     turn = jnp.minimum(nth + jnp.arange(fields.turns)[:, None], most - 1)
     slots = ids[:, turn].swapaxes(0, 1).reshape(fields.turns * fields.recurrent, -1)
     slots = jnp.where(granted, slots, state.requests[fields.turn_slot])
-    state = state._replace(requests=state.requests.at[fields.turn_slot].set(slots))
     skipped = (lacks & ~granted).sum(dtype=jnp.int32)
+    names = np.arange(fields.turn_slot.start, fields.turn_slot.stop)
+    names = names + zero_after(granted, skipped, state.tables, state.blocks)
+    state = state._replace(requests=state.requests.at[names].set(slots))
     return state._replace(counters=state.counters.at[SKIPPED_STATES].add(skipped)), granted
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import lookup
-from hybrid_kv.cache.state import ACTIVE, OVERTAKE, RUNNING, WAITING, CacheState, layout
+from hybrid_kv.cache.state import ACTIVE, OVERTAKE, RUNNING, WAITING, CacheState, layout, read_first
 from hybrid_kv.cache.transitions import preempt
 
 _LAST = jnp.iinfo(jnp.int32).max
@@ -61,9 +61,15 @@ def first_to_start(config: CacheConfig, state: CacheState, waiting: jax.Array, c
 
 def note_overtaken(config: CacheConfig, state: CacheState, row: jax.Array, admitted: jax.Array) -> CacheState:
     """Count what those who still wait have seen pass, if request `row` was `admitted`."""
-    fields, requests = layout(config), state.requests
-    passed = admitted & (requests[fields.STATUS] == WAITING) & (requests[fields.SEQ] < requests[fields.SEQ, row])
-    return state._replace(requests=requests.at[fields.OVERTAKEN].add(passed.astype(jnp.int32)))
+    fields = layout(config)
+
+    def count(state):
+        requests = state.requests
+        passed = admitted & (requests[fields.STATUS] == WAITING) & (requests[fields.SEQ] < requests[fields.SEQ, row])
+        return requests[fields.OVERTAKEN] + passed
+
+    seen = read_first(count, state)
+    return state._replace(requests=state.requests.at[fields.OVERTAKEN].set(seen))
 
 
 def last_running(config: CacheConfig, state: CacheState) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_kv.cache import earnings, flights, index, pool
 from hybrid_kv.cache.checkpoints import (
@@ -32,6 +33,7 @@ from hybrid_kv.cache.state import (
     KIND_SHIFT,
     NOTHING,
     PLANNED,
+    REF,
     RESERVED,
     RUNNING,
     SHORT,
@@ -43,13 +45,26 @@ from hybrid_kv.cache.state import (
 from hybrid_kv.cache.statistics import count_admission
 from hybrid_kv.cache.transitions import drop_load
 from hybrid_kv.schedule.decode import spare_states, unreused_states
+from hybrid_kv.schedule.pieces import piece
 
 
-class Chunk(NamedTuple):
-    """What came of one request's turn. waits: for content that the step in flight writes. lacks: it would not fit, even
-    if nothing had to be left free."""
+class Choice(NamedTuple):
+    """What one request would have in this step.
 
-    state: CacheState
+    row: its slot. admit: it waits, so it was looked up. hit, points: what it was found to share, and where states are
+    worth keeping. start, end, known: tokens. have: columns that need no new block, by group with a table. done: it is
+    planned. waits: for content that the step in flight writes. lacks: it would not fit, even if nothing had to be left
+    free.
+    """
+
+    row: jax.Array
+    admit: jax.Array
+    start: jax.Array
+    end: jax.Array
+    known: jax.Array
+    hit: Hit
+    points: jax.Array
+    have: list[jax.Array]
     done: jax.Array
     waits: jax.Array
     lacks: jax.Array
@@ -70,47 +85,62 @@ def chunk_fits(config: CacheConfig, state: CacheState, row: jax.Array) -> jax.Ar
     return pool.fits(state, _demand(config, state, _columns_held(config, request, hit, no), end, hit, no))
 
 
-def schedule_chunk(config: CacheConfig, state: CacheState, row: jax.Array, admit: jax.Array) -> Chunk:
-    """Schedule the next chunk of one request, all or nothing. admit: it waits, so it is looked up first."""
+def choose_chunk(config: CacheConfig, state: CacheState, row: jax.Array, exists: jax.Array, admit: jax.Array) -> Choice:
+    """The next chunk of a request, all or nothing; reads only. exists: there is one. admit: it waits."""
     fields = layout(config)
-    request = read_first(lambda state: state.requests[:, row], state)
+    request = state.requests[:, row]
     known = flights.expected(config, request)
     hit = _lookup_if(config, state, row, admit)
     hit = _give_up_if_alone(config, state, request, hit, admit)
-    waits = admit & hit.wait
+    waits = exists & admit & hit.wait
     start = jnp.where(admit, hit.hit, flights.planned(config, request))
     fresh = wanted_points(config, state, request[fields.PROMPT], known, hit.hit, hit.shared)
     points = jnp.where(admit, fresh, request[fields.points])
     end = _end(config, state, row, start, known, points)
-    length = end - start
     have = _columns_held(config, request, hit, admit)
     upto = jnp.where(admit, known, end) if config.whole_prompts else end
     others = (state.requests[fields.STATUS] == RUNNING).any()
     reserved = jnp.where(admit & others, state.pools[:, RESERVED], 0)
     need = _demand(config, state, have, upto, hit, admit)
-    done = ~waits & (length > 0) & pool.fits(state, need, reserved)
-    lacks = ~waits & ((length <= 0) | ~pool.fits(state, need))
+    done = exists & ~waits & (end > start) & pool.fits(state, need, reserved)
+    lacks = ~waits & ((end <= start) | ~pool.fits(state, need))
+    return Choice(row, admit, start, end, known, hit, points, have, done, waits, lacks)
+
+
+def schedule_chunk(config: CacheConfig, state: CacheState, choice: Choice) -> CacheState:
+    """Plan a chunk: what it shares, its blocks, the states that it saves, and the names of what it writes."""
+    state = _place(config, state, choice)
+    state = _emit(config, state, choice)
+    # A row that was not planned announces nothing.
+    end = jnp.where(choice.done, choice.end, 0)
+    return _announce(config, state, choice.row, choice.start, end)
+
+
+@piece
+def _place(config: CacheConfig, state: CacheState, choice: Choice) -> CacheState:
+    fields, row, done = layout(config), choice.row, choice.done
+    request = read_first(lambda state: state.requests[:, row], state)
     if config.loads:
-        brought = admit & done & (request[fields.LOAD] == BROUGHT)
+        brought = choice.admit & done & (request[fields.LOAD] == BROUGHT)
         table = jnp.where(brought, read_first(lambda state: state.tables[row], state), 0)
         states = jnp.where(brought, request[fields.read], 0)
-    state, request = _adopt(config, state, row, hit, admit & done)
+    state, request = _adopt(config, state, row, request, choice.hit, choice.admit & done)
+    state, request = _extend(config, state, request, choice)
     if config.loads:
         state = drop_load(config, state, jnp.where(brought, row, config.max_requests), table, states)
         columns = jnp.array([fields.LOAD, fields.LOADED])
         request = request.at[columns].set(jnp.where(brought, NOTHING, request[columns]))
-    state, request = _extend(config, state, row, request, have, end, done)
-    request = request.at[fields.points].set(jnp.where(done, points, request[fields.points]))
+    request = request.at[fields.points].set(jnp.where(done, choice.points, request[fields.points]))
     place = flights.newest(config, state)
     none = flights.at(config, request, place)
-    samples = (end == known).astype(jnp.int32)
-    request = flights.put(config, request, place, none._replace(scheduled=length, promised=samples))
-    request = request.at[fields.DRAFTS].set(0)
+    samples = (choice.end == choice.known).astype(jnp.int32)
+    planned = none._replace(scheduled=choice.end - choice.start, promised=samples)
+    request = flights.put(config, request, place, planned).at[fields.DRAFTS].set(0)
     at = jnp.where(done, row, config.max_requests)
-    state = state._replace(requests=state.requests.at[:, at].set(request, mode="drop"))
-    state = _emit(config, state, row, start, end, done)
-    # A row that was not planned announces nothing.
-    return Chunk(announce_units(config, state, row, start, jnp.where(done, end, 0)), done, waits, lacks)
+    return state._replace(requests=state.requests.at[:, at].set(request, mode="drop"))
+
+
+_announce = piece(announce_units)
 
 
 def _end(
@@ -204,85 +234,88 @@ def _demand(config: CacheConfig, state: CacheState, have: list[jax.Array], end: 
             fresh = jnp.minimum(fresh, config.window_columns(group))
         woken = pool.unreferenced(state, _hit_blocks(config, hit, position))
         need[config.group_pool[group]] += fresh + jnp.where(admit, woken, 0)
+    sleeping = (hit.states > 0) & (state.blocks[hit.states, REF] == 0)
     for position, group in enumerate(config.geometry.recurrent):
-        woken = pool.unreferenced(state, hit.states[position : position + 1])
-        need[config.group_pool[group]] += jnp.where(admit, 1 + woken, 0)
+        need[config.group_pool[group]] += jnp.where(admit, 1 + sleeping[position].astype(jnp.int32), 0)
     return need
 
 
-def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, hit: Hit, ok: jax.Array):
+def _adopt(config: CacheConfig, state: CacheState, row: jax.Array, request: jax.Array, hit: Hit, ok: jax.Array):
     """Share the blocks of a hit with an admitted request: (state, request row).
 
     Everything of the hit is referenced in all groups before anything is taken for the request, so
     no allocation can evict it. A block that the hit ends in is pinned as the source of a copy.
     """
-    fields = layout(config)
-    request = state.requests[:, row]
+    fields, recurrent = layout(config), config.geometry.recurrent
+    held, of_pool = [jnp.where(ok, hit.states, 0)], [config.group_pool[group] for group in recurrent]
+    kept, own, values = [], [], []
     for position, group in enumerate(config.geometry.paged):
-        block = config.group(group).block
         blocks = jnp.where(ok, _hit_blocks(config, hit, position), 0)
-        state = pool.touch(config, state, config.group_pool[group], blocks)
-        shared = hit.hit // block
-        partial = ok & (hit.hit % block > 0)
+        held, of_pool = [*held, blocks], [*of_pool, *[config.group_pool[group]] * blocks.shape[0]]
+        shared = hit.hit // config.group(group).block
+        partial = ok & (hit.hit % config.group(group).block > 0)
         source = jnp.where(partial, blocks[jnp.minimum(shared, blocks.shape[0] - 1)], 0)
-        lane = jnp.arange(blocks.shape[0])
-        kept = jnp.where(lane < shared, blocks, 0)
-        first = config.column_offset[position]
-        table = jax.lax.dynamic_slice(state.tables, (row, first), (1, blocks.shape[0]))
-        table = jnp.where(ok, kept[None], table)
-        state = state._replace(tables=jax.lax.dynamic_update_slice(state.tables, table, (row, first)))
-        left = jnp.where((kept > 0).any(), jnp.argmax(kept > 0), shared) if config.group(group).kind.windowed else 0
-        parts = (fields.columns, fields.copy_source, fields.published, fields.left)
-        own = jnp.array([part.start + position for part in parts])
-        values = jnp.stack([shared, source, shared * config.units_per_block(group), jnp.asarray(left, jnp.int32)])
-        request = request.at[own].set(jnp.where(ok, values, request[own]))
-    for position, group in enumerate(config.geometry.recurrent):
-        slot = jnp.where(ok, hit.states[position], 0)
-        state = pool.touch(config, state, config.group_pool[group], slot[None])
-        request = request.at[fields.read.start + position].set(jnp.where(ok, slot, request[fields.read][position]))
-    if config.geometry.recurrent:
+        kept.append(jnp.where(jnp.arange(blocks.shape[0]) < shared, blocks, 0))
+        left = jnp.where((kept[-1] > 0).any(), jnp.argmax(kept[-1] > 0), shared).astype(jnp.int32)
+        left = left if config.group(group).kind.windowed else jnp.int32(0)
+        own += [part.start + position for part in (fields.columns, fields.copy_source, fields.published, fields.left)]
+        values += [shared, source, shared * config.units_per_block(group), left]
+    state = pool.touch(config, state, np.array(of_pool, np.int32), jnp.concatenate(held))
+    if kept:
+        at = jnp.where(ok, row, config.max_requests)
+        state = state._replace(tables=state.tables.at[at].set(jnp.concatenate(kept), mode="drop"))
+    if recurrent:
         kind = state.blocks[hit.states[0], BITS] >> KIND_SHIFT
         state = earnings.note_hit(config, state, kind, (hit.hit - hit.below) // config.unit, ok & (hit.hit > 0))
-        state, ids = pool.take_each(config, state, _state_pools(config), ok.astype(jnp.int32), 1)
-        request = request.at[fields.running].set(jnp.where(ok, ids[:, 0], request[fields.running]))
+        own += range(fields.read.start, fields.read.stop)
+        values += [*hit.states]
     resumed = request[fields.PREEMPTIONS] > 0
     state = count_admission(state, request[fields.KNOWN], hit.hit, hit.reason, resumed, ok)
-    names = jnp.array([fields.STATUS, fields.COMPUTED, fields.HIT, fields.JUNCTION, fields.REASON, fields.ADMITTED])
-    values = jnp.stack([jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, state.counters[PLANNED]])
-    request = request.at[names].set(jnp.where(ok, values, request[names]))
-    return state, request
+    own += [fields.STATUS, fields.COMPUTED, fields.HIT, fields.JUNCTION, fields.REASON, fields.ADMITTED]
+    values += [jnp.int32(RUNNING), hit.hit, hit.hit, hit.junction, hit.reason, state.counters[PLANNED]]
+    names = jnp.array(own)
+    return state, request.at[names].set(jnp.where(ok, jnp.stack(values), request[names]))
 
 
 def _state_pools(config: CacheConfig) -> list[int]:
     return [config.group_pool[group] for group in config.geometry.recurrent]
 
 
-def _extend(config, state: CacheState, row, request, have, end, ok):
-    """Take the blocks that a chunk ending at `end` still lacks: (state, request row)."""
-    fields = layout(config)
-    for position, group in enumerate(config.geometry.paged):
-        block, columns = config.group(group).block, config.columns[position]
-        most = min((config.longest_chunk + config.slots_ahead) // block + 2, columns)
-        upto = _columns(config, group, end)
-        fresh = jnp.where(ok, jnp.maximum(upto - have[position], 0), 0)
-        state, ids = pool.take(config, state, config.group_pool[group], fresh, most)
-        first = config.column_offset[position]
-        table = jax.lax.dynamic_slice(state.tables, (row, first), (1, columns))[0]
-        nth = jnp.arange(columns) - have[position]
-        table = jnp.where((nth >= 0) & (nth < fresh), ids[jnp.clip(nth, 0, most - 1)], table)
-        state = state._replace(tables=jax.lax.dynamic_update_slice(state.tables, table[None], (row, first)))
-        column = fields.columns.start + position
-        request = request.at[column].set(jnp.where(fresh > 0, upto, request[column]))
+def _extend(config: CacheConfig, state: CacheState, request: jax.Array, choice: Choice) -> tuple[CacheState, jax.Array]:
+    """Take the running states of an admitted request, and the blocks that a chunk still lacks: (state, request row)."""
+    fields, geometry, ok = layout(config), config.geometry, choice.done
+    starts = choice.admit & ok
+    fresh, most = [], 1
+    for position, group in enumerate(geometry.paged):
+        columns = _columns(config, group, choice.end)
+        fresh.append(jnp.where(ok, jnp.maximum(columns - choice.have[position], 0), 0))
+        each = (config.longest_chunk + config.slots_ahead) // config.group(group).block + 2
+        most = max(most, min(each, config.columns[position]))
+    groups = [*geometry.recurrent, *geometry.paged]
+    counts = jnp.stack([*[starts.astype(jnp.int32)] * len(geometry.recurrent), *fresh])
+    state, ids = pool.take_each(config, state, [config.group_pool[group] for group in groups], counts, most)
+    running = ids[: len(geometry.recurrent), 0]
+    request = request.at[fields.running].set(jnp.where(starts, running, request[fields.running]))
+    lane = jnp.arange(most, dtype=jnp.int32)
+    for position in range(len(geometry.paged)):
+        column = config.column_offset[position] + choice.have[position] + lane
+        column = jnp.where(lane < fresh[position], column, state.tables.shape[1])
+        taken = ids[len(geometry.recurrent) + position]
+        state = state._replace(tables=state.tables.at[choice.row, column].set(taken, mode="drop"))
+        upto = choice.have[position] + fresh[position]
+        name = fields.columns.start + position
+        request = request.at[name].set(jnp.where(fresh[position] > 0, upto, request[name]))
     return state, request
 
 
-def _emit(config: CacheConfig, state: CacheState, row, start, end, ok) -> CacheState:
+@piece
+def _emit(config: CacheConfig, state: CacheState, choice: Choice) -> CacheState:
     """Give a slot to every boundary worth it inside the chunk that has no state yet, and file it as pending.
 
     While requests wait for blocks only points are kept, no rungs; and a state that nobody is known to share does
     not displace one that was reused.
     """
-    fields = layout(config)
+    fields, row, start, end, ok = layout(config), choice.row, choice.start, choice.end, choice.done
     if not (config.geometry.recurrent and config.prefix_caching):
         return state
     request = read_first(lambda state: state.requests[:, row], state)

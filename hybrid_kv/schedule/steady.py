@@ -3,7 +3,7 @@
 A program costs time by its size, whatever of it is executed: XLA's CPU runtime looks at every buffer that it may need.
 Admission, preemption, prefills and releases are most of `schedule` and `commit`, and most steps need none of them. So
 `schedule_steady` plans a step that is nothing but decodes, or says that it is not its affair; `commit_steady` commits
-one in which nobody ended. Where they do anything, they do what the whole transitions would, bit for bit, but for
+one. Where they do anything, they do what the whole transitions would, bit for bit, but for
 compacting the lists of free blocks, which they leave to those.
 """
 
@@ -44,6 +44,7 @@ def schedule_steady(config: CacheConfig, state: CacheState) -> tuple[CacheState,
     return state._replace(counters=jnp.where(ok, planned.counters, before)), ok
 
 
-def commit_steady(config: CacheConfig, state: CacheState, outcome: Outcome) -> CacheState:
-    """`commit` of a step that `schedule_steady` planned, if no request ends with it; see `can_commit`."""
-    return move_on(config, state, outcome)[0]
+def commit_steady(config: CacheConfig, state: CacheState, outcome: Outcome) -> tuple[CacheState, jax.Array]:
+    """`transitions.commit_rows` of a step that `schedule_steady` planned; see `can_commit`."""
+    state, rows = move_on(config, state, outcome)
+    return state, rows.ended

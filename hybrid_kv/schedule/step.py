@@ -24,6 +24,7 @@ from hybrid_kv.cache.state import (
     WAITING,
     CacheState,
     layout,
+    zero_after,
 )
 from hybrid_kv.cache.statistics import note_step
 from hybrid_kv.cache.transitions import give_up_loads
@@ -37,14 +38,19 @@ from hybrid_kv.schedule.order import (
     note_overtaken,
     preempt_last,
 )
-from hybrid_kv.schedule.prefill import budget_left, chunk_fits, schedule_chunk
+from hybrid_kv.schedule.pieces import piece, reading_piece
+from hybrid_kv.schedule.prefill import Choice, budget_left, choose_chunk, chunk_fits, schedule_chunk
 
 
-class _Loop(NamedTuple):
-    """decoded: the decodes have had their turn. deferring: the step is left to them. tried: requests whose prefill has.
-    rows: prefills planned. short: somebody lacks blocks. cached: f32[R], see `order.cached_shares`."""
+class Turns(NamedTuple):
+    """How far planning a step has come.
 
-    state: CacheState
+    start: i32[C] counters when it began. decoded: the decodes have had their turn. deferring: the step is left to them.
+    tried: bool[R] requests whose prefill has. rows: prefills planned. stop: that is all. short: somebody lacks blocks.
+    cached: f32[R], see `order.cached_shares`.
+    """
+
+    start: jax.Array
     decoded: jax.Array
     deferring: jax.Array
     tried: jax.Array
@@ -72,29 +78,52 @@ def schedule(config: CacheConfig, state: CacheState) -> CacheState:
     Progress: the first request that can run is given at least one token, because every decode costs
     one token, the budget covers all request slots, and later requests are preempted for earlier ones.
     """
+
+    def turn(carry):
+        state, turns = carry
+        state = make_room(config, state, turns)
+        # Loops of at most one round: a conditional would copy the state.
+        decodes, chunks = 1 - turns.decoded.astype(jnp.int32), turns.decoded.astype(jnp.int32)
+        state, turns = jax.lax.fori_loop(0, decodes, lambda _, carry: decode_turn(config, *carry)[:2], (state, turns))
+        return jax.lax.fori_loop(0, chunks, lambda _, carry: chunk_turn(config, *carry)[:2], (state, turns))
+
+    state, turns = jax.lax.while_loop(lambda carry: ~carry[1].stop, turn, begin(config, state))
+    state = finish(config, state, turns)
+    return give_up_loads(config, state, is_idle(state)) if config.loads else state
+
+
+@piece
+def begin(config: CacheConfig, state: CacheState) -> tuple[CacheState, Turns]:
+    """Open the next step. While as many are in flight as may be, it stops here."""
     state = pool.compact(config, state)
-    start, done = state.counters, state.counters[DONE]
-    before = start[PREEMPTED]
-    full = start[PLANNED] - done >= config.steps_in_flight
+    start = state.counters
+    full = start[PLANNED] - start[DONE] >= config.steps_in_flight
     state = state._replace(counters=start.at[PLANNED].add(1 - full.astype(jnp.int32)))
     no, nobody = jnp.zeros((), bool), jnp.zeros((config.max_requests,), bool)
     cached = cached_shares(config, state)
-    loop = _Loop(state, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no, cached)
-    loop = jax.lax.while_loop(lambda loop: ~loop.stop, lambda loop: _turn(config, loop, before), loop)
-    # Whether requests lack blocks decides about the states that the next step saves.
-    state = loop.state
+    return state, Turns(start, no, _prefills_wait(config, state), nobody, jnp.int32(0), full, no, cached)
+
+
+@piece
+def finish(config: CacheConfig, state: CacheState, turns: Turns) -> CacheState:
+    """Close the step: what it was, and whether requests lack blocks, which decides about the states that the next one
+    saves."""
+    start, counters = turns.start, state.counters
+    full = start[PLANNED] - start[DONE] >= config.steps_in_flight
     rows = flights.at(config, state.requests, flights.newest(config, state))
     nothing = full | (rows.scheduled == 0).all()
-    counters = state.counters
     planned = start[PLANNED] + (~nothing).astype(jnp.int32)
-    short = jnp.where(full, counters[SHORT], (loop.short | (counters[PREEMPTED] > before)).astype(jnp.int32))
+    short = jnp.where(full, counters[SHORT], (turns.short | (counters[PREEMPTED] > start[PREEMPTED])).astype(jnp.int32))
     chunks = ~nothing & (rows.scheduled - rows.verifying > 1).any()
     last = jnp.where(chunks, planned, counters[LAST_PREFILL])
     names = jnp.array([PLANNED, SHORT, LAST_PREFILL])
     state = state._replace(counters=counters.at[names].set(jnp.stack([planned, short, last])))
-    state = note_step(config, state, start, ~nothing)
-    # Where nothing runs and nothing fits, what was brought for those who wait makes room.
-    return give_up_loads(config, state, planned == done) if config.loads else state
+    return note_step(config, state, start, ~nothing)
+
+
+def is_idle(state: CacheState) -> jax.Array:
+    """Whether nothing runs and nothing fits: then what was brought for those who wait makes room."""
+    return state.counters[PLANNED] == state.counters[DONE]
 
 
 def _prefills_wait(config: CacheConfig, state: CacheState) -> jax.Array:
@@ -105,53 +134,85 @@ def _prefills_wait(config: CacheConfig, state: CacheState) -> jax.Array:
     return soon & ((requests[fields.STATUS] == RUNNING) & decoding).any()
 
 
-def _turn(config: CacheConfig, loop: _Loop, preempted_before: jax.Array) -> _Loop:
-    """Make room by preemption if it is needed, then plan the decodes or one chunk.
-
-    Both are loops of at most one round: a conditional would copy the state.
-    """
-    no = jnp.zeros((), bool)
+def lacks_room(config: CacheConfig, state: CacheState, turns: Turns) -> jax.Array:
+    """Whether whoever has the next turn needs blocks that somebody else has to give up."""
 
     def prefill_lacks_room(state: CacheState) -> jax.Array:
-        one = _next(config, loop, state, preempted_before)
-        later = comes_after(config, state, last_running(config, state), one.row)
-        return one.exists & ~one.admit & later & ~chunk_fits(config, state, one.row)
+        return _prefill_lacks_room(config, state, _next(config, turns, state))
 
-    def lacks_room(state: CacheState) -> jax.Array:
-        # Of these two a conditional copies nothing: they only read.
-        return jax.lax.cond(loop.decoded, prefill_lacks_room, lambda state: ~decodes_fit(config, state), state)
-
-    def chunk(_, carry):
-        state = carry[0]
-        one = _next(config, loop, state, preempted_before)
-
-        def give(_, carry):
-            return tuple(schedule_chunk(config, carry[0], one.row, one.admit))
-
-        state, done, waits, lacks = jax.lax.fori_loop(0, one.exists.astype(jnp.int32), give, (state, no, no, no))
-        state = note_overtaken(config, state, one.row, done & one.admit)
-        refused = one.exists & ~done & ~waits
-        stop = ~one.exists | (refused & one.admit)
-        short = refused & (lacks | (state.policy[TIED] == 0))
-        return state, loop.tried.at[one.row].max(one.exists), done, short, stop
-
-    state = jax.lax.while_loop(lacks_room, lambda state: preempt_last(config, state), loop.state)
-    decodes, chunks = 1 - loop.decoded.astype(jnp.int32), loop.decoded.astype(jnp.int32)
-    state = jax.lax.fori_loop(0, decodes, lambda _, state: schedule_decodes(config, state), state)
-    state, tried, done, short, stop = jax.lax.fori_loop(0, chunks, chunk, (state, loop.tried, no, no, no))
-    after = loop._replace(state=state, decoded=~no, tried=tried, rows=loop.rows + done, short=loop.short | short)
-    stop |= (after.rows >= config.max_prefills) | (budget_left(config, state) <= 0)
-    started, waiting = _candidates(config, after, state, preempted_before)
-    return after._replace(stop=stop | ~(started | waiting).any())
+    # Of these two a conditional copies nothing: they only read.
+    return jax.lax.cond(turns.decoded, prefill_lacks_room, lambda state: ~decodes_fit(config, state), state)
 
 
-def _candidates(
-    config: CacheConfig, loop: _Loop, state: CacheState, preempted_before: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _prefill_lacks_room(config: CacheConfig, state: CacheState, one: _Next) -> jax.Array:
+    later = comes_after(config, state, last_running(config, state), one.row)
+    return one.exists & ~one.admit & later & ~chunk_fits(config, state, one.row)
+
+
+def make_room(config: CacheConfig, state: CacheState, turns: Turns) -> CacheState:
+    """Preempt for whoever has the next turn."""
+    return jax.lax.while_loop(
+        lambda state: lacks_room(config, state, turns), lambda state: preempt_last(config, state), state
+    )
+
+
+def decode_turn(config: CacheConfig, state: CacheState, turns: Turns) -> tuple[CacheState, Turns, jax.Array]:
+    """Plan the decodes: (state, turns, crowded); crowded: nothing is, somebody would have to give up blocks."""
+    state, planned = schedule_decodes(config, state)
+    after = _after(config, state, turns._replace(decoded=planned))
+    return state, jax.tree.map(lambda old, new: jnp.where(planned, new, old), turns, after), ~planned
+
+
+def chunk_turn(config: CacheConfig, state: CacheState, turns: Turns) -> tuple[CacheState, Turns, jax.Array]:
+    """Plan one chunk, if there is one; as of `decode_turn`."""
+    exists, crowded, choice = _choose(config, state, turns)
+    state = schedule_chunk(config, state, choice)
+    state, after = _end_turn(config, state, turns, exists, choice)
+    return state, jax.tree.map(lambda old, new: jnp.where(crowded, old, new), turns, after), crowded
+
+
+@reading_piece
+def _choose(config: CacheConfig, state: CacheState, turns: Turns) -> tuple[jax.Array, jax.Array, Choice]:
+    """Whether there is a prefill whose turn it is, whether it needs room, and its chunk."""
+    one = _next(config, turns, state)
+    crowded = _prefill_lacks_room(config, state, one)
+    return one.exists, crowded, choose_chunk(config, state, one.row, one.exists & ~crowded, one.admit)
+
+
+@piece
+def _end_turn(
+    config: CacheConfig, state: CacheState, turns: Turns, exists: jax.Array, choice: Choice
+) -> tuple[CacheState, Turns]:
+    refused = exists & ~choice.done & ~choice.waits
+    turns = turns._replace(
+        tried=turns.tried.at[choice.row].max(exists),
+        rows=turns.rows + choice.done,
+        short=turns.short | (refused & (choice.lacks | (state.policy[TIED] == 0))),
+        stop=~exists | (refused & choice.admit),
+    )
+    turns = _stops(config, state, turns)
+    # Only counts of who waits change, on which the former does not depend.
+    row = choice.row + zero_after(turns)
+    return note_overtaken(config, state, row, choice.done & choice.admit), turns
+
+
+@reading_piece
+def _after(config: CacheConfig, state: CacheState, turns: Turns) -> Turns:
+    return _stops(config, state, turns)
+
+
+def _stops(config: CacheConfig, state: CacheState, turns: Turns) -> Turns:
+    """Whether anybody is left who could have a turn."""
+    started, waiting = _candidates(config, turns, state)
+    stop = turns.stop | (turns.rows >= config.max_prefills) | (budget_left(config, state) <= 0)
+    return turns._replace(stop=stop | ~(started | waiting).any())
+
+
+def _candidates(config: CacheConfig, turns: Turns, state: CacheState) -> tuple[jax.Array, jax.Array]:
     """Prefills that may have their turn, as of `prefills`."""
-    turn = ~loop.tried & ~loop.deferring
+    may = ~turns.tried & ~turns.deferring
     started, waiting = prefills(config, state)
-    return started & turn, waiting & turn & (state.counters[PREEMPTED] == preempted_before)
+    return started & may, waiting & may & (state.counters[PREEMPTED] == turns.start[PREEMPTED])
 
 
 def prefills(config: CacheConfig, state: CacheState) -> tuple[jax.Array, jax.Array]:
@@ -166,8 +227,8 @@ def prefills(config: CacheConfig, state: CacheState) -> tuple[jax.Array, jax.Arr
     return flights.has_work(config, state), (status == WAITING) & ready & room
 
 
-def _next(config: CacheConfig, loop: _Loop, state: CacheState, preempted_before: jax.Array) -> _Next:
-    started, waiting = _candidates(config, loop, state, preempted_before)
+def _next(config: CacheConfig, turns: Turns, state: CacheState) -> _Next:
+    started, waiting = _candidates(config, turns, state)
     admit = ~started.any()
-    row = jnp.where(admit, first_to_start(config, state, waiting, loop.cached), first_of(config, state, started))
+    row = jnp.where(admit, first_to_start(config, state, waiting, turns.cached), first_of(config, state, started))
     return _Next(row, (started | waiting).any(), admit)

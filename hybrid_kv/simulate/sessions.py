@@ -72,7 +72,7 @@ def begin(config: CacheConfig, state: CacheState, requests: Traffic) -> Loop:
 
 def serve(config: CacheConfig, loop: Loop, requests: Traffic, steps: int = 256) -> tuple[Loop, bool]:
     """Up to so many steps more, and whether all requests are through, or nothing moves."""
-    loop, through = compiled(_steps, config)(loop, requests, np.int32(steps))
+    loop, through = compiled(_steps, config, kernels="many")(loop, requests, np.int32(steps))
     return loop, bool(through)
 
 

@@ -25,9 +25,10 @@ from hybrid_kv.cache.drafts import Draft
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.reference.lookup import window_units
 from hybrid_kv.cache.state import PREEMPTED, CacheState, initial_state
-from hybrid_kv.plan import StepPlan, plan_step
+from hybrid_kv.plan import StepPlan, spell_out
 from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.steady import can_commit, commit_steady, schedule_steady
+from hybrid_kv.schedule.stepper import Stepper
 from tests.cache.listener import Listener
 
 
@@ -72,12 +73,14 @@ class Serving:
     def __init__(self, config: CacheConfig, seed: int = 0, steady: bool = False) -> None:
         self.config, self.state = config, initial_state(config)
         self.steady_steps = 0 if steady else None
-        names = ("arrive", "commit", "abort", "withdraw", "propose", "reset", "preempt_running")
-        steps = {"plan": plan_step, **{name: getattr(transitions, name) for name in names}}
+        names = ("arrive", "abort", "propose", "reset", "preempt_running")
+        steps = {name: getattr(transitions, name) for name in names}
         steps |= {name: getattr(external, name) for name in ("undecided", "restore", "loaded")}
         if steady:
             steps |= {"schedule_steady": schedule_steady, "commit_steady": commit_steady}
+        self.stepper = Stepper(config, consumes=False)
         self.compiled = {name: compiled(step, config, consumes=False) for name, step in steps.items()}
+        self.compiled["spell_out"] = compiled(spell_out, config, consumes=False, kernels="many")
         self.rng = np.random.default_rng(seed)
         self.rows: list[dict] = [{} for _ in config.geometry.paged]
         self.states: list[dict] = [{} for _ in config.geometry.recurrent]
@@ -103,7 +106,8 @@ class Serving:
 
     def plan(self) -> StepPlan:
         before = self.state
-        self.state, plan = self.compiled["plan"](before)
+        self.state, there = self.stepper.schedule_whole(before)
+        plan = self.compiled["spell_out"](self.state, np.bool_(there))
         if self.steady_steps is not None:
             planned, whether = self.compiled["schedule_steady"](before)
             self.steady_steps += int(whether)
@@ -258,11 +262,11 @@ class Serving:
             fresh = unit_keys(self.config, known)[before:]
             keys[slot, : len(fresh)] = fresh
         outcome, before = transitions.Outcome(produced, finished, keys), self.state
-        self.state = self.compiled["commit"](before, outcome)
+        self.state = self.stepper.commit(before, outcome)
         decodes = (plan.length - plan.drafts <= 1).all() and not plan.admitted.any()
         steady = decodes and not finished.any() and can_commit(self.config) and not pool.is_due(self.config, before)
         if self.steady_steps is not None and steady:
-            assert_same(self.compiled["commit_steady"](before, outcome), self.state)
+            assert_same(self.compiled["commit_steady"](before, outcome)[0], self.state)
         self.follow()
         for slot in np.flatnonzero(finished):
             del self.live[int(slot)], self.runs[int(slot)]
@@ -277,7 +281,7 @@ class Serving:
 
     def withdraw(self) -> None:
         """Take back the step planned last; it has not run."""
-        self.state = self.compiled["withdraw"](self.state)
+        self.state = self.stepper.withdraw(self.state)
         self.follow()
 
     def preempt_running(self) -> None:

@@ -173,7 +173,8 @@ def test_the_next_turn_resumes_behind_the_answer(core):  # I23, Z13
 
 def test_nothing_compiles_after_the_first_steps(core):  # 97
     serve(core, tokens(0, 70), 2)
-    jitted = [core.compiled[name] for name in ("arrive", "plan", "commit")]
+    own = core.stepper
+    jitted = [core.compiled["arrive"], own._plan, own._commit_rows, own._end_rows]
     before = [jit._cache_size() for jit in jitted]
     hits = [serve(core, prompt, answer) for prompt, answer in (
         (tokens(1, 70), 2),  # no hit

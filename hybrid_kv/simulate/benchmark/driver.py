@@ -89,7 +89,7 @@ class Driver:
         keys = self.chain(tokens // UNIT) if keys is None else keys
         begun = time.perf_counter()
         self.state, slot = self._arrive(self.state, np.int32(tokens), np.int32(0), keys)
-        number = int(slot)
+        number = int(np.asarray(slot))
         self.seconds["arrive"].append(time.perf_counter() - begun)
         return number
 
