@@ -35,6 +35,7 @@ CACHE_FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("--max-context", int, "longest prompt + answer, in tokens"),
     ("--token-budget", int, "tokens one step computes at most"),
     ("--admission", str, "admit a request when its whole prompt fits (prompt) or when its first chunk does (chunk)"),
+    ("--eviction", str, "order in which blocks that nobody holds are given up: joint, tied, coverage or lru"),
 )
 LIST_FLAGS = (
     ("--ladder", "coarser grids, in tokens, that also get a checkpoint; none for no grid"),

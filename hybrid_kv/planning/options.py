@@ -12,6 +12,7 @@ import math
 from jax.sharding import PartitionSpec as P
 
 from hybrid_kv.cache.config import CacheConfig, Placement
+from hybrid_kv.cache.eviction import COVERAGE, JOINT, LRU, TIED
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupKind, SystemGeometry, resolve
 from hybrid_kv.planning.groups import block_rows, group_layers
@@ -21,6 +22,7 @@ from hybrid_kv.sharding import TENSOR, ArraySharding, MeshSpec, ShardingMap, own
 _DEFAULT_CONTEXT = 8192
 _DEFAULT_LADDER = (512, 2048, 8192)
 _JUNCTIONS = 5
+_EVICTIONS = {"joint": JOINT, "tied": TIED, "coverage": COVERAGE, "lru": LRU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,8 @@ class CacheOptions:
     besides the decode step (None: budget / 4 and the budget).
     admission: "prompt" admits a request once its whole prompt fits into the pools, "chunk" when its first chunk
     does: fuller pools, and more preemptions.
+    eviction: the order in which what nobody holds is given up, "joint", "tied", "coverage" or "lru", see
+    `cache.eviction`; joint needs no tuning.
     tail, turn_end, junction, ladder: where recurrent states are kept, see `Placement` (ladder None: 512, 2048
     and 8192 tokens, rounded to hash units).
     """
@@ -53,6 +57,7 @@ class CacheOptions:
     chunk_limit: int | None = None
     token_buckets: tuple[int, ...] | None = None
     admission: str = "prompt"
+    eviction: str = "joint"
     tail: bool = True
     turn_end: bool = True
     junction: bool = True
@@ -65,6 +70,8 @@ class CacheOptions:
                 raise UserError(field.name, value, "use at least 1")
         if self.admission not in ("prompt", "chunk"):
             raise UserError("admission", self.admission, "use prompt or chunk")
+        if self.eviction not in _EVICTIONS:
+            raise UserError("eviction", self.eviction, f"use one of {', '.join(_EVICTIONS)}")
         for bucket in self.token_buckets or ():
             if bucket < 1:
                 raise UserError("token_buckets", bucket, "use at least 1 token")
@@ -150,6 +157,7 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> Cach
         chunk_limit=min(options.chunk_limit or budget, budget),
         max_prefills=options.max_requests,
         whole_prompts=options.admission == "prompt",
+        eviction=_EVICTIONS[options.eviction],
         placement=Placement(
             tail=options.tail,
             turn_end=options.turn_end,

@@ -1,4 +1,4 @@
-"""The transitions of a configuration, compiled: one set for all configurations that share a program."""
+"""Transitions compiled for the CPU back end: one set for all configurations that share a program."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from hybrid_kv.cache import transitions
@@ -35,7 +34,7 @@ class Stepper:
         self._give_up_loads = program(transitions.give_up_loads, seldom=True)
         self._withdraw = program(transitions.withdraw, seldom=True)
         self._may_commit = can_commit(config)
-        self._blank = jnp.asarray(rounds.blank(config))
+        self._blank = rounds.blank(config)
         self._hopeful = False
         self._flying: collections.deque[bool] = collections.deque()  # steps in flight: whether steady
 
@@ -52,7 +51,7 @@ class Stepper:
         """The same without trying the small program."""
         state, note = self._plan(state, self._blank)
         while (words := np.asarray(note))[rounds.CROWDED]:
-            state, note = self._plan(self._clear(state, note), note)
+            state, note = self._plan(self._clear(state, words), words)
         if self._config.loads and words[rounds.IDLE]:
             state = self._give_up_loads(state, np.bool_(True))
         planned = bool(words[rounds.STEP])
@@ -65,7 +64,8 @@ class Stepper:
         """Commit the oldest step in flight."""
         steady = self._flying.popleft() if self._flying else False
         state, ended = (self._commit_steady if steady and self._may_commit else self._commit_rows)(state, outcome)
-        return self._end_rows(state, ended) if np.asarray(outcome.finished).any() else state
+        # From the host like everything else that is not the state: what comes from a device is another program's.
+        return self._end_rows(state, np.asarray(ended)) if np.asarray(outcome.finished).any() else state
 
     def calls(self, state: CacheState, outcome: Outcome) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         """Every program with arguments, for `programs.compile_together`, those that take longest first."""

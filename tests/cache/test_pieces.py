@@ -100,7 +100,7 @@ def test_rounds_plan_what_the_whole_transition_plans_also_where_somebody_is_pree
         keys = rng.integers(1, 1 << 32, (config.units, 4), dtype=np.uint32)
         ours, theirs = (arrive(state, np.int32(length), np.int32(0), keys)[0] for state in (ours, theirs))
     for _ in range(60):
-        ours, planned = stepper.schedule(ours)
+        ours, _ = stepper.schedule(ours)
         theirs = plan(theirs)
         assert_same(ours, theirs)
         keys = rng.integers(1, 1 << 32, (3, 1, 4), dtype=np.uint32)

@@ -201,6 +201,7 @@ SHAPE = CacheShape(
 )  # fmt: skip
 REFUSED = {
     "admission": ({"admission": "late"}, "1x1", "admission: got 'late'; use prompt or chunk"),
+    "eviction": ({"eviction": "fifo"}, "1x1", "eviction: got 'fifo'; use one of joint, tied, coverage, lru"),
     "step sizes": ({"token_buckets": (64, 0)}, "1x1", "token_buckets: got 0; use at least 1 token"),
     "no slots": ({"max_requests": 0}, "1x1", "max_requests: got 0; use at least 1"),
     "no blocks": ({"attention_blocks": 0}, "1x1", "attention_blocks: got 0; use at least 1"),
