@@ -75,19 +75,18 @@ def fits(state: CacheState, need: list[jax.Array], reserved: jax.Array | int = 0
 def take_each(
     config: CacheConfig, state: CacheState, pools: Sequence[int], count: jax.Array, most: int
 ) -> tuple[CacheState, jax.Array]:
-    """`take` from one pool after the other, which may repeat: (state, i32[len(pools), most]). count: of all, i32[], or
-    of each, i32[len(pools)]."""
-    ids, counts = jnp.zeros((len(pools), most), jnp.int32), jnp.broadcast_to(count, (len(pools),))
+    """`take` from one pool after the other, which may repeat: (state, i32[len(pools), most])."""
+    ids = jnp.zeros((len(pools), most), jnp.int32)
     if config.utility is not None or len(pools) == 1:
         for nth, pool in enumerate(pools):
-            state, taken = take(config, state, pool, counts[nth], most)
+            state, taken = take(config, state, pool, count, most)
             ids = ids.at[nth].set(taken)
         return state, ids
     numbers = jnp.array(pools, jnp.int32)
 
     def one(nth, carry):
         state, ids = carry
-        state, taken = take(config, state, numbers[nth], counts[nth], most)
+        state, taken = take(config, state, numbers[nth], count, most)
         return state, ids.at[nth].set(taken)
 
     # A program is as large as its text: one for all.

@@ -222,6 +222,16 @@ def withdraw(config: CacheConfig, state: CacheState) -> CacheState:
 
 def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState:
     """End a request at any moment; what its committed steps published stays, the rest never was."""
+
+    def end(config, state, row):
+        return give_up(config, state, row, jnp.zeros((), bool))
+
+    state, live = to_abort(config, state, slot)
+    return for_rows(config, live, end, state)
+
+
+def to_abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> tuple[CacheState, jax.Array]:
+    """Before an `abort`: (state, the slot if there is something to end, bool[R])."""
     fields = layout(config)
     live = jnp.arange(config.max_requests) == slot
     live &= state.requests[fields.STATUS] != FREE
@@ -231,7 +241,7 @@ def abort(config: CacheConfig, state: CacheState, slot: jax.Array) -> CacheState
         loading = live & ((phase == LOADING) | (phase == ABANDONED))
         requests = state.requests.at[fields.LOAD].set(jnp.where(loading, ABANDONED, phase))
         state, live = state._replace(requests=requests), live & ~loading
-    return for_rows(config, live, _break_off, pool.compact(config, state))
+    return pool.compact(config, state), live
 
 
 def reset(config: CacheConfig, state: CacheState) -> tuple[CacheState, jax.Array]:
@@ -268,11 +278,24 @@ def preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheStat
     Whatever that step had for it is planned no more. Its rows in flight still give the tokens they promise; it is
     admitted again when they have come.
     """
-    place = flights.newest(config, state)
-    state = _forget_names(config, state, row, state.requests[layout(config).COMPUTED, row])
-    request = state.requests[:, row]
-    request = flights.put(config, request, place, flights.without_row(flights.at(config, request, place)))
-    return _preempt(config, state._replace(requests=state.requests.at[:, row].set(request)), row)
+    return give_up(config, state, row, jnp.ones((), bool))
+
+
+@traced_once
+def give_up(config: CacheConfig, state: CacheState, row: jax.Array, again: jax.Array) -> CacheState:
+    """Take everything from a request, and what is pending of it. again: see `preempt`; else it ends, see `abort`."""
+    fields, place = layout(config), flights.newest(config, state)
+    state = _forget_names(config, state, row, state.requests[fields.COMPUTED, row])
+    request = read_first(lambda state: state.requests[:, row], state)
+    without = flights.put(config, request, place, flights.without_row(flights.at(config, request, place)))
+    request = jnp.where(again, without, request)
+    state = state._replace(requests=state.requests.at[:, row].set(request))
+    state = release(config, leave_prefill(config, state, row), row)
+    waits = jnp.where(again, _waiting(config, request).at[fields.PREEMPTIONS].add(1), 0)
+    return state._replace(
+        requests=state.requests.at[:, row].set(waits),
+        counters=state.counters.at[PREEMPTED].add(again.astype(jnp.int32)),
+    )
 
 
 def _preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
@@ -283,23 +306,23 @@ def _preempt(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheSta
     )
 
 
-def _break_off(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    state = _forget_names(config, state, row, state.requests[layout(config).COMPUTED, row])
-    return release(config, leave_prefill(config, state, row), row)
-
-
 def _wait_again(config: CacheConfig, state: CacheState, row: jax.Array) -> CacheState:
-    fields = layout(config)
-    before = state.requests[:, row]
-    promised = flights.every(config, before).promised
+    again = _waiting(config, read_first(lambda state: state.requests[:, row], state))
     state = release(config, state, row)
+    return state._replace(requests=state.requests.at[:, row].set(again))
+
+
+def _waiting(config: CacheConfig, request: jax.Array) -> jax.Array:
+    """A request i32[F] that waits at its old place, with nothing but the tokens its rows in flight promise."""
+    fields = layout(config)
+    promised = flights.every(config, request).promised
     keep = [fields.SEQ, fields.PROMPT, fields.KNOWN, fields.LIMIT, fields.FLAGS, fields.PRIORITY, fields.PREEMPTIONS]
     names = jnp.array([*keep, fields.DRAFTS, fields.OVERTAKEN])
-    again = jnp.zeros_like(before).at[names].set(before[names]).at[fields.STATUS].set(WAITING)
+    again = jnp.zeros_like(request).at[names].set(request[names]).at[fields.STATUS].set(WAITING)
     for place in range(fields.flights):
         record = flights.at(config, again, place)
         again = flights.put(config, again, place, record._replace(promised=promised[place]))
-    return state._replace(requests=state.requests.at[:, row].set(again))
+    return again
 
 
 @traced_once

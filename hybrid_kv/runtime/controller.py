@@ -18,7 +18,7 @@ from hybrid_kv.plan import StepPlan, spell_out
 from hybrid_kv.schedule.programs import compiled
 from hybrid_kv.schedule.stepper import Stepper
 
-_TRANSITIONS = ("arrive", "abort", "reset", "preempt_running")
+_TRANSITIONS = ("arrive", "reset", "preempt_running")
 
 
 class Controller:
@@ -50,7 +50,7 @@ class Controller:
         self.state = self._stepper.withdraw(self.state)
 
     def abort(self, slot: int) -> None:
-        self.state = self._jit["abort"](self.state, np.int32(slot))
+        self.state = self._stepper.abort(self.state, slot)
 
     def reset(self, preempt_running: bool = False) -> bool:
         """Forget all cached content; False, and nothing forgotten, while requests run, unless they are to wait again.

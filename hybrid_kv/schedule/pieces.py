@@ -1,6 +1,6 @@
 """A function as one kernel of XLA's CPU back end.
 
-The back end makes a kernel of every operation and a graph of the kernels, and running that graph takes ten times as
+The back end makes a kernel of every operation and a graph of the kernels, and running that graph takes several times as
 long as the few thousand instructions that a transition is. It also knows functions that become a single kernel, loops
 and all: it marks small loops as such by itself, and here whole transitions are marked. What such a kernel cannot have
 inside is a sort, a call of another library, and an array without elements or one that nothing depends on.

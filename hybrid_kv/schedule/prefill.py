@@ -281,30 +281,27 @@ def _state_pools(config: CacheConfig) -> list[int]:
     return [config.group_pool[group] for group in config.geometry.recurrent]
 
 
-def _extend(config: CacheConfig, state: CacheState, request: jax.Array, choice: Choice) -> tuple[CacheState, jax.Array]:
+def _extend(
+    config: CacheConfig, state: CacheState, request: jax.Array, choice: Choice
+) -> tuple[CacheState, jax.Array]:
     """Take the running states of an admitted request, and the blocks that a chunk still lacks: (state, request row)."""
     fields, geometry, ok = layout(config), config.geometry, choice.done
     starts = choice.admit & ok
-    fresh, most = [], 1
+    if geometry.recurrent:
+        state, ids = pool.take_each(config, state, _state_pools(config), starts.astype(jnp.int32), 1)
+        request = request.at[fields.running].set(jnp.where(starts, ids[:, 0], request[fields.running]))
     for position, group in enumerate(geometry.paged):
-        columns = _columns(config, group, choice.end)
-        fresh.append(jnp.where(ok, jnp.maximum(columns - choice.have[position], 0), 0))
-        each = (config.longest_chunk + config.slots_ahead) // config.group(group).block + 2
-        most = max(most, min(each, config.columns[position]))
-    groups = [*geometry.recurrent, *geometry.paged]
-    counts = jnp.stack([*[starts.astype(jnp.int32)] * len(geometry.recurrent), *fresh])
-    state, ids = pool.take_each(config, state, [config.group_pool[group] for group in groups], counts, most)
-    running = ids[: len(geometry.recurrent), 0]
-    request = request.at[fields.running].set(jnp.where(starts, running, request[fields.running]))
-    lane = jnp.arange(most, dtype=jnp.int32)
-    for position in range(len(geometry.paged)):
+        most = (config.longest_chunk + config.slots_ahead) // config.group(group).block + 2
+        most = min(most, config.columns[position])
+        upto = _columns(config, group, choice.end)
+        fresh = jnp.where(ok, jnp.maximum(upto - choice.have[position], 0), 0)
+        state, ids = pool.take(config, state, config.group_pool[group], fresh, most)
+        lane = jnp.arange(most, dtype=jnp.int32)
         column = config.column_offset[position] + choice.have[position] + lane
-        column = jnp.where(lane < fresh[position], column, state.tables.shape[1])
-        taken = ids[len(geometry.recurrent) + position]
-        state = state._replace(tables=state.tables.at[choice.row, column].set(taken, mode="drop"))
-        upto = choice.have[position] + fresh[position]
+        column = jnp.where(lane < fresh, column, state.tables.shape[1])
+        state = state._replace(tables=state.tables.at[choice.row, column].set(ids, mode="drop"))
         name = fields.columns.start + position
-        request = request.at[name].set(jnp.where(fresh[position] > 0, upto, request[name]))
+        request = request.at[name].set(jnp.where(fresh > 0, upto, request[name]))
     return state, request
 
 

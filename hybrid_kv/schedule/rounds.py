@@ -13,7 +13,9 @@ import numpy as np
 
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import LAST_PREFILL, PLANNED, CacheState, counters_of
-from hybrid_kv.schedule.step import Turns, begin, chunk_turn, decode_turn, finish, is_idle, make_room
+from hybrid_kv.cache.transitions import give_up, to_abort
+from hybrid_kv.schedule.order import last_running
+from hybrid_kv.schedule.step import Turns, begin, chunk_turn, decode_turn, finish, is_idle, lacks_room
 
 # Words of a note, which goes from round to round: `Turns` follows. BEGUN: the step is open. CROWDED: the next turn
 # needs room. STEP: there is a step. CHUNKS: it has prefills. IDLE: nothing is in flight.
@@ -48,9 +50,25 @@ def plan(config: CacheConfig, state: CacheState, note: jax.Array) -> tuple[Cache
     return state, _write(head, turns)
 
 
-def clear(config: CacheConfig, state: CacheState, note: jax.Array) -> CacheState:
-    """Preempt for whoever has the next turn."""
-    return make_room(config, state, _read(config, note))
+def clear(config: CacheConfig, state: CacheState, note: jax.Array, slot: jax.Array) -> CacheState:
+    """Preempt for whoever has the next turn; or with a `slot`, not -1, `abort` it: both take everything from requests,
+    one after the other, and so are one program."""
+    turns, aborts = _read(config, note), slot >= 0
+    state, left = jax.lax.fori_loop(
+        0, aborts.astype(jnp.int32), lambda _, carry: to_abort(config, carry[0], slot),
+        (state, jnp.zeros((config.max_requests,), bool)),
+    )  # fmt: skip
+
+    def more(carry):
+        state, left = carry
+        return left.any() | (~aborts & lacks_room(config, state, turns))
+
+    def one(carry):
+        state, left = carry
+        row = jnp.where(aborts, jnp.argmax(left).astype(jnp.int32), last_running(config, state))
+        return give_up(config, state, row, ~aborts), left.at[row].set(False)
+
+    return jax.lax.while_loop(more, one, (state, left))[0]
 
 
 def _write(head: jax.Array, turns: Turns) -> jax.Array:

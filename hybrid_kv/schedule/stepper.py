@@ -17,9 +17,11 @@ from hybrid_kv.schedule import rounds
 from hybrid_kv.schedule.programs import compile_together, compiled
 from hybrid_kv.schedule.steady import can_commit, commit_steady, schedule_steady
 
+_NOBODY = np.int32(-1)
+
 
 class Stepper:
-    """Compiled `schedule`, `commit` and `withdraw` of one state; each uses up the state that it is given.
+    """Compiled `schedule`, `commit`, `withdraw` and `abort` of one state; each uses up the state that it is given.
 
     After a step without prefills the next one is first tried with `schedule.steady`. consumes: False for those who need
     the states that they give, which are copied then.
@@ -51,7 +53,7 @@ class Stepper:
         """The same without trying the small program."""
         state, note = self._plan(state, self._blank)
         while (words := np.asarray(note))[rounds.CROWDED]:
-            state, note = self._plan(self._clear(state, words), words)
+            state, note = self._plan(self._clear(state, words, _NOBODY), words)
         if self._config.loads and words[rounds.IDLE]:
             state = self._give_up_loads(state, np.bool_(True))
         planned = bool(words[rounds.STEP])
@@ -74,7 +76,7 @@ class Stepper:
             (self._plan, (self._blank,)),
             (self._end_rows, (ended,)),
             (self._withdraw, ()),
-            (self._clear, (self._blank,)),
+            (self._clear, (self._blank, _NOBODY)),
             (self._commit_rows, (outcome,)),
             (self._schedule_steady, ()),
         ]
@@ -89,6 +91,10 @@ class Stepper:
             result = program(state, *more)
             state = result if isinstance(result, CacheState) else result[0]
         return state
+
+    def abort(self, state: CacheState, slot: int) -> CacheState:
+        """End a request at any moment."""
+        return self._clear(state, self._blank, np.int32(slot))
 
     def withdraw(self, state: CacheState) -> CacheState:
         """Forget the step planned last."""

@@ -120,7 +120,7 @@ class Core:
         self.requests: dict[str, Request] = {}
         self._state = initial_state(config)
         self._stepper = Stepper(config)
-        names = ("arrive", "abort", "propose", "preempt_running", "reset")
+        names = ("arrive", "propose", "preempt_running", "reset")
         self._jit = {name: compiled(getattr(transitions, name), config) for name in names}
         self._jit |= {"lookup": compiled(lookup.lookup, config, consumes=False)}
         self._jit |= {"rows": compiled(_rows, config, consumes=False)}
@@ -211,7 +211,7 @@ class Core:
         if request.slot < 0:
             self._outside.remove(request)
         else:
-            self._state = self._jit["abort"](self._state, np.int32(request.slot))
+            self._state = self._stepper.abort(self._state, request.slot)
             self._seen = self._host()
         self._leave(request)
 

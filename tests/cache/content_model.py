@@ -73,7 +73,7 @@ class Serving:
     def __init__(self, config: CacheConfig, seed: int = 0, steady: bool = False) -> None:
         self.config, self.state = config, initial_state(config)
         self.steady_steps = 0 if steady else None
-        names = ("arrive", "abort", "propose", "reset", "preempt_running")
+        names = ("arrive", "propose", "reset", "preempt_running")
         steps = {name: getattr(transitions, name) for name in names}
         steps |= {name: getattr(external, name) for name in ("undecided", "restore", "loaded")}
         if steady:
@@ -275,7 +275,7 @@ class Serving:
             self.state = self.compiled["propose"](self.state, drafts.astype(np.int32))
 
     def abort(self, slot: int) -> None:
-        self.state = self.compiled["abort"](self.state, slot)
+        self.state = self.stepper.abort(self.state, slot)
         del self.live[slot], self.runs[slot]
         self.follow()
 

@@ -32,7 +32,7 @@ def test_every_step_comes_out_as_by_the_whole_programs_and_decodes_take_the_smal
             keys = rng.integers(1, 1 << 32, (CONFIG.units, 4), dtype=np.uint32)
             ours, theirs = (arrive(state, np.int32(20 + nth), np.int32(0), keys)[0] for state in (ours, theirs))
         if nth == 20:
-            ours, theirs = (abort(state, np.int32(0)) for state in (ours, theirs))
+            ours, theirs = stepper.abort(ours, 0), abort(theirs, np.int32(0))
         before = int(theirs.counters[PLANNED])
         ours, planned = stepper.schedule(ours)
         theirs = plan(theirs)

@@ -223,7 +223,6 @@ def whole_core(recurrent: int) -> list[Line]:
     outcome = Outcome(produced, finished, np.zeros((slots, keys_per_append(config), hashing.KEY_WORDS), np.uint32))
     begun, begun_own = time.perf_counter(), time.process_time()
     others = [
-        (compiled(transitions.abort, config, seldom=True), (state, word)),
         (compiled(transitions.reset, config, seldom=True), (state,)),
         (compiled(transitions.arrive, config), (state, word, word, keys)),
         (compiled(spell_out, config, consumes=False, kernels="many"), (state, np.bool_(True))),
