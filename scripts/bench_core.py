@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 from hybrid_kv.errors import UserError
+from hybrid_kv.plan import spell_out
 from hybrid_kv.schedule.programs import dispatch_inline
 from hybrid_kv.simulate.benchmark import measures
 from hybrid_kv.simulate.benchmark.report import as_json, as_text, write_png
@@ -33,7 +34,7 @@ def measure(kind: str, recurrent: int, options: argparse.Namespace) -> list[meas
         "admission": lambda: measures.admission(recurrent),
         "mix": lambda: measures.mix(recurrent, options.steps),
         "cold": lambda: measures.cold(recurrent),
-        "size": lambda: measures.whole_core(recurrent),
+        "size": lambda: measures.whole_core(recurrent, spell_out),
     }[kind]()
 
 

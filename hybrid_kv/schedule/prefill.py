@@ -281,9 +281,7 @@ def _state_pools(config: CacheConfig) -> list[int]:
     return [config.group_pool[group] for group in config.geometry.recurrent]
 
 
-def _extend(
-    config: CacheConfig, state: CacheState, request: jax.Array, choice: Choice
-) -> tuple[CacheState, jax.Array]:
+def _extend(config: CacheConfig, state: CacheState, request: jax.Array, choice: Choice) -> tuple[CacheState, jax.Array]:
     """Take the running states of an admitted request, and the blocks that a chunk still lacks: (state, request row)."""
     fields, geometry, ok = layout(config), config.geometry, choice.done
     starts = choice.admit & ok

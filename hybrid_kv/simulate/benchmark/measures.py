@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,6 @@ from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import RUNNING, WAITING, initial_state
 from hybrid_kv.cache.statistics import statistics as totals
 from hybrid_kv.cache.transitions import Outcome, keys_per_append
-from hybrid_kv.plan import spell_out
 from hybrid_kv.schedule.programs import compile_together, compiled
 from hybrid_kv.schedule.stepper import Stepper
 from hybrid_kv.simulate.benchmark.driver import UNIT, Driver, configuration
@@ -211,9 +210,10 @@ def _serve(driver: Driver, lengths: list[int], answer: int = 32) -> float:
     return driver.total()
 
 
-def whole_core(recurrent: int) -> list[Line]:
+def whole_core(recurrent: int, spell_out: Callable[..., Any]) -> list[Line]:
     """Compilation of all that an engine compiles, and bytes of the state, for 1,024 requests of 1M tokens, a pool of 1M
-    blocks of rows and pools of 64k states. Nothing is allocated."""
+    blocks of rows and pools of 64k states. Nothing is allocated. spell_out: `plan.spell_out`, which an engine reads its
+    plans with."""
     config = configuration(recurrent, 1_024, 1 << 20, 1 << 20, 1 << 16)
     state = jax.eval_shape(lambda: initial_state(config))
     parts = {name: math.prod(part.shape) * part.dtype.itemsize for name, part in zip(state._fields, state, strict=True)}
