@@ -20,10 +20,10 @@ import numpy as np
 
 from hybrid_kv.cache import index
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.loops import traced_once
 from hybrid_kv.cache.ranks import ranks
 from hybrid_kv.cache.reasons import Reason
 from hybrid_kv.cache.state import JUNCTIONS, CacheState
+from hybrid_kv.cache.tracing import traced_once
 from hybrid_kv.geometry import GroupGeometry, GroupKind
 
 # Units that are searched for at once.

@@ -15,7 +15,7 @@ import numpy as np
 from hybrid_kv.cache import earnings, flights, index, log, pool
 from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.lookup import named_units
-from hybrid_kv.cache.loops import for_rows, traced_once
+from hybrid_kv.cache.loops import for_rows
 from hybrid_kv.cache.publish import (
     confirm_states,
     leave_prefill,
@@ -48,6 +48,7 @@ from hybrid_kv.cache.state import (
     zero_after,
 )
 from hybrid_kv.cache.statistics import take_back
+from hybrid_kv.cache.tracing import traced_once
 from hybrid_kv.cache.windows import leave_windows, part
 
 # On the host or on a device.

@@ -42,7 +42,9 @@ def piece(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(config, state, *args):
-        return _split_off(functools.partial(function, config), True, state, *args)
+        if _SPLITTING.get():
+            return _split_off(functools.partial(function, config), True, state, *args)
+        return function(config, state, *args)
 
     return call
 
@@ -60,8 +62,6 @@ def reading_piece(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_off(step: Callable[..., Any], consumes: bool, *args: Any) -> Any:
-    if not _SPLITTING.get():
-        return step(*args)
     token = _SPLITTING.set(False)
     try:
         return in_one_piece(step, consumes)(*args)

@@ -12,9 +12,9 @@ from hybrid_kv.cache.config import CacheConfig
 from hybrid_kv.cache.state import PREEMPTED, initial_state
 from hybrid_kv.cache.transitions import Outcome
 from hybrid_kv.geometry import GroupSpec, resolve
+from hybrid_kv.plan import plan_step
 from hybrid_kv.schedule import pieces, rounds
 from hybrid_kv.schedule.programs import compiled
-from hybrid_kv.schedule.step import schedule
 from hybrid_kv.schedule.stepper import Stepper
 from tests.cache.content_model import assert_same
 
@@ -90,7 +90,7 @@ def test_rounds_plan_what_the_whole_transition_plans_also_where_somebody_is_pree
         resolve(SPECS), (16, 16), (0, 1), max_requests=3, max_context=96, token_budget=24, whole_prompts=False
     )
     stepper = Stepper(config, consumes=False)
-    plan = compiled(schedule, config, consumes=False)
+    plan = compiled(plan_step, config, consumes=False, kernels="many")
     arrive = compiled(transitions.arrive, config, consumes=False)
     ours = theirs = initial_state(config)
     rng, cleared = np.random.default_rng(3), []
@@ -100,9 +100,10 @@ def test_rounds_plan_what_the_whole_transition_plans_also_where_somebody_is_pree
         keys = rng.integers(1, 1 << 32, (config.units, 4), dtype=np.uint32)
         ours, theirs = (arrive(state, np.int32(length), np.int32(0), keys)[0] for state in (ours, theirs))
     for _ in range(60):
-        ours, _ = stepper.schedule(ours)
-        theirs = plan(theirs)
+        ours, planned = stepper.schedule(ours)
+        theirs, spelled = plan(theirs)
         assert_same(ours, theirs)
+        assert planned == bool((spelled.length > 0).any())
         keys = rng.integers(1, 1 << 32, (3, 1, 4), dtype=np.uint32)
         outcome = Outcome(np.ones(3, np.int32), np.zeros(3, bool), keys)
         ours = theirs = stepper.commit(ours, outcome)
