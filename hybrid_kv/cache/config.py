@@ -66,7 +66,7 @@ class CacheConfig:
     the least recently released.
     events: entries of the log that `cache.events` reads, a power of two; 0: no log.
     placement, eviction: what a new state starts with; other values that need no more room may be set in the state, as
-    those from chunk_limit to overtake may.
+    those from chunk_limit to overtake may (another limit for overtake, not one where there was none).
     """
 
     geometry: SystemGeometry
@@ -181,7 +181,8 @@ class CacheConfig:
             max_active=None,
             prefill_interval=1,
             watermark=0.0,
-            overtake=0,
+            # Without overtaking nobody is looked up but who starts.
+            overtake=min(self.overtake, 1),
             eviction=LRU,
         )
 

@@ -30,6 +30,8 @@ def cached_shares(config: CacheConfig, state: CacheState) -> jax.Array:
 
     Nobody is looked at where the oldest goes first anyway.
     """
+    if not config.overtake:
+        return jnp.zeros((config.max_requests,), jnp.float32)
     fields = layout(config)
     waiting = state.requests[fields.STATUS] == WAITING
     running = (state.requests[fields.STATUS] == RUNNING).sum(dtype=jnp.int32)
@@ -52,6 +54,8 @@ def first_to_start(config: CacheConfig, state: CacheState, waiting: jax.Array, c
     cached, of equals the oldest, unless the oldest has been overtaken often enough."""
     fields = layout(config)
     oldest = first_of(config, state, waiting)
+    if not config.overtake:
+        return oldest
     if config.priority:
         waiting &= state.requests[fields.PRIORITY] == state.requests[fields.PRIORITY, oldest]
     most = waiting & (cached >= jnp.where(waiting, cached, 0).max())
@@ -61,6 +65,8 @@ def first_to_start(config: CacheConfig, state: CacheState, waiting: jax.Array, c
 
 def note_overtaken(config: CacheConfig, state: CacheState, row: jax.Array, admitted: jax.Array) -> CacheState:
     """Count what those who still wait have seen pass, if request `row` was `admitted`."""
+    if not config.overtake:
+        return state
     fields = layout(config)
 
     def count(state):

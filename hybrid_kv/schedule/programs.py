@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from typing import Any, Literal
 
@@ -90,10 +92,23 @@ def compiled(
 def compile_together(calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
     """Compile programs (of `compiled`) for these arguments, as many at a time as there are processors; nothing is run
     and nothing used up. Arguments may be `jax.ShapeDtypeStruct`."""
-    with futures.ThreadPoolExecutor(os.cpu_count()) as workers:
+    with _no_collections(), futures.ThreadPoolExecutor(os.cpu_count()) as workers:
         # Tracing goes on while others are compiled.
         for job in [workers.submit(program.lower(*given).compile) for program, given in calls]:
             job.result()
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without Python's search for unreachable cycles: tracing makes millions of objects and few cycles, and a tenth of
+    its time would go into looking."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def make_room(most: int = 48) -> None:

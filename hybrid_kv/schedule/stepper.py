@@ -70,11 +70,12 @@ class Stepper:
         return self._end_rows(state, np.asarray(ended)) if np.asarray(outcome.finished).any() else state
 
     def calls(self, state: CacheState, outcome: Outcome) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-        """Every program with arguments, for `programs.compile_together`, those that take longest first."""
+        """Every program with arguments, for `programs.compile_together`: one to compile while the longest is traced,
+        then those that take longest first."""
         ended = np.zeros(self._config.max_requests, bool)
         steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-            (self._plan, (self._blank,)),
             (self._end_rows, (ended,)),
+            (self._plan, (self._blank,)),
             (self._withdraw, ()),
             (self._clear, (self._blank, _NOBODY)),
             (self._commit_rows, (outcome,)),
