@@ -1,6 +1,7 @@
-"""KDA prefill and decode: signatures and contracts.
+"""KDA prefill, decode, verify and commit: signatures and contracts.
 
-Axes: T packed tokens, R rows, H heads, K / V key and value width, S slots, E emissions of a row.
+Axes: T packed tokens, R rows, H heads, K / V key and value width, S slots, E emissions of a row, Q most tokens
+of a row in a verify step (drafts + 1).
 
 Slot 0 is the null slot. A row that reads slot 0 starts from a zero state (the content of slot 0
 is never looked at), and a write or emission to slot 0 is dropped. No slot written by a row is read
@@ -11,10 +12,14 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda.records import Commit, Records
 from pallas_kernels.rows import RaggedRows
 
 _PREFILL = {"reference": reference.prefill, "xla": xla.prefill}
 _DECODE = {"reference": reference.decode, "xla": xla.decode}
+_VERIFY = {"reference": reference.verify, "xla": xla.verify}
+_COMMIT = {"reference": reference.commit, "xla": xla.commit}
+_COMMIT_VERIFY = {"reference": reference.commit_verify, "xla": xla.commit_verify}
 
 
 def kda_prefill(
@@ -97,4 +102,111 @@ def kda_decode(
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, active, read, write,
         emit_slot, lower_bound=lower_bound,
+    )  # fmt: skip
+
+
+def kda_verify(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    raw_gate: Float[Array, "T H K"],
+    raw_beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    read: Int32[Array, "R"],
+    *,
+    most: int,
+    lower_bound: float | None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H V"], Records]:
+    """Runs the tokens of a speculative step without touching any state.
+
+    Each row carries its last sampled token and its drafts, 1 to Q tokens, ragged. How many of them are valid is known
+    only once the sampler has seen the outputs; `kda_commit` or `kda_commit_verify` then make the state from the
+    records. Mathematics and slot rules are those of `kda_prefill`.
+
+    Args:
+      states: pool of recurrent states, read only.
+      rows: rows of at most `most` tokens; a longer row is outside the contract. `start` is not used.
+      read: [R] slot of the state before the row's first token; 0 starts from zeros.
+      most: Q, the most tokens of a row; static.
+
+    Returns:
+      Output [T, H, V] in the dtype of v (zeros on slack tokens) and the records of each row.
+    """
+    run = choose("kda_verify", implementation, _VERIFY)
+    return run(
+        q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, read, most=most, lower_bound=lower_bound
+    )  # fmt: skip
+
+
+def kda_commit(
+    records: Records,
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    which: Commit,
+    *,
+    lower_bound: float | None,
+    implementation: str | None = None,
+) -> Float[Array, "layers S H K V"]:
+    """State after the accepted tokens of a verify step, made from the state before it and the records.
+
+    Args:
+      records: of `kda_verify` or `kda_commit_verify`, same layer.
+      states: pool of recurrent states; donate it under jit.
+      which: accepted tokens and slots of each row, see `Commit`; slot rules are those of `kda_prefill`.
+
+    Returns:
+      The pool.
+    """
+    run = choose("kda_commit", implementation, _COMMIT)
+    return run(records, a_log, dt_bias, states, layer, which, lower_bound=lower_bound)
+
+
+def kda_commit_verify(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    raw_gate: Float[Array, "T H K"],
+    raw_beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    records: Records,
+    which: Commit,
+    *,
+    lower_bound: float | None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H V"], Records, Float[Array, "layers S H K V"]]:
+    """`kda_commit` of the step before, then `kda_verify` of this one from the committed states, in one pass.
+
+    The state is read once, committed, used and written once, which is what one decode step moves; apart, commit
+    and verify would read it twice. It is an op of its own and not a flag of `kda_verify` because its contract
+    differs: it takes the pool to be donated and returns it, where `kda_verify` only reads. Decode needs no lazy form
+    of its own: it is this op with rows of one token, all of which count in the next step.
+
+    A row may be in either half alone. Without tokens (length 0) it is committed only. Without anything to commit
+    (a row fresh from prefill) it has `accepted` 0 and starts from `which.read`, and with `write` equal to `read` or 0
+    nothing is written. What the tokens start from has been rounded to the dtype of the pool, as if the two ops had
+    run one after the other.
+
+    Args:
+      states: pool of recurrent states; donate it under jit.
+      rows: rows of this step's tokens, at most Q of the records each.
+      records: of the step before.
+      which: accepted tokens of the step before, and slots.
+
+    Returns:
+      Output [T, H, V] in the dtype of v (zeros on slack tokens), records of this step and the pool.
+    """
+    run = choose("kda_commit_verify", implementation, _COMMIT_VERIFY)
+    return run(
+        q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, records, which, lower_bound=lower_bound
     )  # fmt: skip

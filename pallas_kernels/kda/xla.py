@@ -1,8 +1,9 @@
-"""KDA as XLA runs it well on wide machines: prefill in chunks, decode of all rows at once.
+"""KDA as XLA runs it well on wide machines: prefill in chunks, decode, verify and commit of all rows at once.
 
 Prefill works on chunks (`kda.chunk`) in groups: inside a group all chunks are prepared at once, a
 scan carries the state through them, outputs and saved states follow in parallel from the incoming
-states. Groups run in a loop whose length is the number of chunks in use, not the most possible.
+states. Groups run in a loop whose length is the number of chunks in use, not the most possible. A verify step is one
+chunk for each row, and a commit the state inside that chunk.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,9 @@ from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.kda.chunk import chunk_terms, matmul, state_after
+from pallas_kernels.kda.gates import l2_norm, log_decay
 from pallas_kernels.kda.inputs import Inputs, prepare
+from pallas_kernels.kda.records import Commit, Records, emission_slot, pack_rows, unpack_rows
 from pallas_kernels.rows import RaggedRows, Tiles, max_tiles, tiles, tokens
 from pallas_kernels.saves import Saves, saves
 from pallas_kernels.slots import read_slots, write_slots
@@ -157,3 +160,120 @@ def decode(
     for slot in (write, emit_slot):
         states = write_slots(states, layer, jnp.where(active, slot, 0), state)
     return o.astype(v.dtype), states
+
+
+def _run(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    raw_gate: Float[Array, "T H K"],
+    raw_beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    initial: Float[Array, "R H K V"],
+    rows: RaggedRows,
+    most: int,
+    lower_bound: float | None,
+) -> tuple[Float[Array, "T H V"], Records]:
+    """Outputs and records of rows that start from `initial`: the chunk form, one chunk a row."""
+    x = prepare(q, k, v, raw_gate, raw_beta, a_log, dt_bias, lower_bound, tokens(rows, q.shape[0]).valid)
+    chunk = 1 << (most - 1).bit_length()  # halving needs a power of two
+    slot = jnp.arange(chunk, dtype=jnp.int32)
+    index = jnp.clip(rows.offset[:, None] + slot, 0, q.shape[0] - 1)
+    inside = slot < rows.length[:, None]
+
+    def load(x):
+        picked = jnp.moveaxis(x[index], 2, 1)
+        return jnp.where(inside.reshape(inside.shape[0], 1, chunk, *(1,) * (x.ndim - 2)), picked, 0.0)
+
+    terms = chunk_terms(*jax.tree.map(load, x))
+    state = initial.astype(jnp.float32)
+    u = terms.u0 - matmul(terms.w, state)
+    o = matmul(terms.q_decayed, state) + matmul(terms.a_qk, u)
+    out = pack_rows(rows, q.shape[0], jnp.moveaxis(o, 1, 2)).astype(v.dtype)
+    records = Records(jnp.moveaxis(u, 1, 2)[:, :most], unpack_rows(rows, most, k), unpack_rows(rows, most, raw_gate))
+    return out, records
+
+
+def _commit(
+    records: Records,
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    which: Commit,
+    lower_bound: float | None,
+) -> tuple[Float[Array, "R H K V"], Float[Array, "layers S H K V"]]:
+    """Committed states of all rows, in the dtype of the pool, and the pool with them."""
+    initial, states = read_slots(states, layer, which.read)
+    most = records.u.shape[1]
+    x = l2_norm(records.k), log_decay(records.raw_gate, a_log, dt_bias, lower_bound), records.u
+
+    def after(count):
+        inside = (jnp.arange(most) < count[:, None])[:, :, None, None]
+        k, g, u = (jnp.moveaxis(jnp.where(inside, a, 0.0), 1, 2) for a in x)
+        return state_after(count, initial.astype(jnp.float32), k, g, u).astype(initial.dtype)
+
+    state = after(jnp.clip(which.accepted, 0, most))
+    emit = emission_slot(which)
+    states = write_slots(states, layer, which.write, state)
+    return state, write_slots(states, layer, emit, after(jnp.where(emit != 0, which.emit_after, 0)))
+
+
+def verify(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    raw_gate: Float[Array, "T H K"],
+    raw_beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    read: Int32[Array, "R"],
+    *,
+    most: int,
+    lower_bound: float | None,
+) -> tuple[Float[Array, "T H V"], Records]:
+    """See `kda.api.kda_verify`."""
+    initial, _ = read_slots(states, layer, jnp.where(rows.length > 0, read, 0))
+    return _run(q, k, v, raw_gate, raw_beta, a_log, dt_bias, initial, rows, most, lower_bound)
+
+
+def commit(
+    records: Records,
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    which: Commit,
+    *,
+    lower_bound: float | None,
+) -> Float[Array, "layers S H K V"]:
+    """See `kda.api.kda_commit`."""
+    return _commit(records, a_log, dt_bias, states, layer, which, lower_bound)[1]
+
+
+def commit_verify(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    raw_gate: Float[Array, "T H K"],
+    raw_beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    records: Records,
+    which: Commit,
+    *,
+    lower_bound: float | None,
+) -> tuple[Float[Array, "T H V"], Records, Float[Array, "layers S H K V"]]:
+    """See `kda.api.kda_commit_verify`."""
+    most = records.u.shape[1]
+    initial, states = _commit(records, a_log, dt_bias, states, layer, which, lower_bound)
+    initial = jnp.where((rows.length > 0)[:, None, None, None], initial, 0)
+    out, records = _run(q, k, v, raw_gate, raw_beta, a_log, dt_bias, initial, rows, most, lower_bound)
+    return out, records, states
