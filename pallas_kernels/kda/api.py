@@ -11,15 +11,15 @@ by another row of the same call. A read slot stays as it is unless the row also 
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import gpu, reference, xla
 from pallas_kernels.kda.records import Commit, Records
 from pallas_kernels.rows import RaggedRows
 
-_PREFILL = {"reference": reference.prefill, "xla": xla.prefill}
-_DECODE = {"reference": reference.decode, "xla": xla.decode}
-_VERIFY = {"reference": reference.verify, "xla": xla.verify}
-_COMMIT = {"reference": reference.commit, "xla": xla.commit}
-_COMMIT_VERIFY = {"reference": reference.commit_verify, "xla": xla.commit_verify}
+_PREFILL = {"reference": reference.prefill, "xla": xla.prefill, "gpu": gpu.prefill}
+_DECODE = {"reference": reference.decode, "xla": xla.decode, "gpu": gpu.decode}
+_VERIFY = {"reference": reference.verify, "xla": xla.verify, "gpu": gpu.verify}
+_COMMIT = {"reference": reference.commit, "xla": xla.commit, "gpu": gpu.commit}
+_COMMIT_VERIFY = {"reference": reference.commit_verify, "xla": xla.commit_verify, "gpu": gpu.commit_verify}
 
 
 def kda_prefill(
