@@ -1,22 +1,27 @@
 """Choice of an implementation: None picks by platform, a named one never falls back."""
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Collection, Mapping
 
 import jax
+
+# By name: functions, or "module:function" for those whose module needs a compiler that other platforms may lack.
+Implementations = Mapping[str, Callable | str]
 
 
 class ImplementationError(ValueError):
     """A kernel implementation was named that this op does not have."""
 
 
-def choose(op: str, implementation: str | None, available: Mapping[str, Callable]) -> Callable:
+def choose(op: str, implementation: str | None, available: Implementations, unfit: Collection[str] = ()) -> Callable:
     """The callable that runs `op`.
 
     Args:
       op: name used in the message.
       implementation: "tpu", "gpu", "xla" or "reference"; None takes the one named like the platform of
         the default device, else, off the CPU, the parallel form in plain XLA, else the reference.
-      available: implementations that exist, by name. "reference" always does.
+      available: implementations that exist. "reference" always does.
+      unfit: those that these shapes are not for, which are not taken unless named, and then say why they can't.
 
     Raises:
       ImplementationError: the named implementation does not exist for this op.
@@ -24,8 +29,15 @@ def choose(op: str, implementation: str | None, available: Mapping[str, Callable
     if implementation is None:
         platform = jax.default_backend()
         parallel = available["reference"] if platform == "cpu" else available.get("xla", available["reference"])
-        return available.get(platform, parallel)
+        return _function(parallel if platform in unfit else available.get(platform, parallel))
     if implementation not in available:
         exist = ", ".join(sorted(available))
         raise ImplementationError(f"{op}: implementation {implementation!r} does not exist; this op has: {exist}")
-    return available[implementation]
+    return _function(available[implementation])
+
+
+def _function(named: Callable | str) -> Callable:
+    if not isinstance(named, str):
+        return named
+    module, _, name = named.partition(":")
+    return getattr(importlib.import_module(module), name)

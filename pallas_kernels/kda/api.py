@@ -10,16 +10,19 @@ by another row of the same call. A read slot stays as it is unless the row also 
 
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.dispatch import choose
-from pallas_kernels.kda import gpu, reference, xla
+from pallas_kernels.dispatch import Implementations, choose
+from pallas_kernels.kda import reference, xla
 from pallas_kernels.kda.records import Commit, Records
 from pallas_kernels.rows import RaggedRows
 
-_PREFILL = {"reference": reference.prefill, "xla": xla.prefill, "gpu": gpu.prefill}
-_DECODE = {"reference": reference.decode, "xla": xla.decode, "gpu": gpu.decode}
-_VERIFY = {"reference": reference.verify, "xla": xla.verify, "gpu": gpu.verify}
-_COMMIT = {"reference": reference.commit, "xla": xla.commit, "gpu": gpu.commit}
-_COMMIT_VERIFY = {"reference": reference.commit_verify, "xla": xla.commit_verify, "gpu": gpu.commit_verify}
+
+def _forms(op: str) -> Implementations:
+    return {"reference": getattr(reference, op), "xla": getattr(xla, op), "gpu": f"pallas_kernels.kda.gpu:{op}"}
+
+
+def _unfit(states: Float[Array, "layers S H K V"]) -> set[str]:
+    """Implementations that heads of these sizes are not for."""
+    return set() if states.shape[-1] == 128 and states.shape[-2] <= 128 else {"gpu"}
 
 
 def kda_prefill(
@@ -64,7 +67,7 @@ def kda_prefill(
     Returns:
       Output [T, H, V] in the dtype of v (zeros on slack tokens) and the pool.
     """
-    run = choose("kda_prefill", implementation, _PREFILL)
+    run = choose("kda_prefill", implementation, _forms("prefill"), _unfit(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, read, write,
         emit_position, emit_slot, lower_bound=lower_bound, chunk=chunk,
@@ -98,7 +101,7 @@ def kda_decode(
     Returns:
       Output [R, H, V] in the dtype of v and the pool.
     """
-    run = choose("kda_decode", implementation, _DECODE)
+    run = choose("kda_decode", implementation, _forms("decode"), _unfit(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, active, read, write,
         emit_slot, lower_bound=lower_bound,
@@ -137,7 +140,7 @@ def kda_verify(
     Returns:
       Output [T, H, V] in the dtype of v (zeros on slack tokens) and the records of each row.
     """
-    run = choose("kda_verify", implementation, _VERIFY)
+    run = choose("kda_verify", implementation, _forms("verify"), _unfit(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, read, most=most, lower_bound=lower_bound
     )  # fmt: skip
@@ -164,7 +167,7 @@ def kda_commit(
     Returns:
       The pool.
     """
-    run = choose("kda_commit", implementation, _COMMIT)
+    run = choose("kda_commit", implementation, _forms("commit"), _unfit(states))
     return run(records, a_log, dt_bias, states, layer, which, lower_bound=lower_bound)
 
 
@@ -206,7 +209,7 @@ def kda_commit_verify(
     Returns:
       Output [T, H, V] in the dtype of v (zeros on slack tokens), records of this step and the pool.
     """
-    run = choose("kda_commit_verify", implementation, _COMMIT_VERIFY)
+    run = choose("kda_commit_verify", implementation, _forms("commit_verify"), _unfit(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, records, which, lower_bound=lower_bound
     )  # fmt: skip

@@ -150,7 +150,8 @@ def commit(
     """See `kda.api.kda_commit`."""
     _check(states)
     replayed, read = _replayed(records, a_log, dt_bias, which, lower_bound)
-    return sweep(states, layer, read, replayed, None, None, interpret=interpret)[0]
+    none = jnp.zeros((0, states.shape[2], WIDTH), jnp.float32)
+    return sweep(states, layer, read, replayed, None, none, interpret=interpret)[0]
 
 
 def commit_verify(

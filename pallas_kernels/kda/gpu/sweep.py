@@ -31,11 +31,11 @@ _SUMS = 4
 class Replayed(NamedTuple):
     """Recorded tokens that are put into the state first.
 
-    count: [R] of them. decay, k, u: [R, Q, H, ...]. emit_after: [R] tokens after which the state is saved as well.
+    tokens: [R] of them. decay, k, u: [R, Q, H, ...]. emit_after: [R] tokens after which the state is saved as well.
     emit_slot: [R] where, 0 for nowhere. write: [R] slot of the state after all of them, 0 for none.
     """
 
-    count: Int32[Array, "R"]
+    tokens: Int32[Array, "R"]
     decay: Float[Array, "R Q H K"]
     k: Float[Array, "R Q H K"]
     u: Float[Array, "R Q H V"]
@@ -47,13 +47,14 @@ class Replayed(NamedTuple):
 class Run(NamedTuple):
     """Tokens that are run then.
 
-    offset, count: [R] on the packed axis. tokens: of `prepare`, but g is the decay itself. write: [R] slot of the state
-    after all of them, 0 for none. emit_after: [R, E] tokens after which it is saved as well, emit_slot: [R, E] where.
+    offset, length: [R] on the packed axis. inputs: of `prepare`, but g is the decay itself. write: [R] slot of the
+    state after all of them, 0 for none. emit_after: [R, E] tokens after which it is saved as well. emit_slot: [R, E]
+    where.
     """
 
     offset: Int32[Array, "R"]
-    count: Int32[Array, "R"]
-    tokens: Inputs
+    length: Int32[Array, "R"]
+    inputs: Inputs
     write: Int32[Array, "R"]
     emit_after: Int32[Array, "R E"]
     emit_slot: Int32[Array, "R E"]
@@ -65,42 +66,45 @@ def sweep(
     read: Int32[Array, "R"],
     replayed: Replayed | None,
     run: Run | None,
-    out: Float[Array, "T H V"] | None,
+    out: Float[Array, "T H V"],
     record: int = 0,
     writes: bool = True,
     interpret: object = None,
-) -> tuple[Float[Array, "layers S H K V"], Float[Array, "T H V"] | None, Float[Array, "R Q H V"] | None]:
+) -> tuple[Float[Array, "layers S H K V"], Float[Array, "T H V"], Float[Array, "R Q H V"]]:
     """Take the states of `read` (0: zeros) through recorded tokens, then through new ones.
 
-    out: what outputs of tokens are written into. record: Q, to return the corrections u of so many tokens a row.
-    writes: whether any state is written; else the pool is left alone whatever slots are named.
+    out: what outputs of tokens are written into, without elements if there are no tokens. record: Q, to return the
+    corrections u of so many tokens a row. writes: whether any state is written; else the pool is left alone whatever
+    slots are named.
 
     Returns:
-      The pool, `out` and the corrections (None where there are none).
+      The pool, `out` and the corrections.
     """
     rows, heads, depth = read.shape[0], states.shape[2], states.shape[3]
     here = jnp.zeros((rows,), bool)
-    for part in (replayed, run):
-        here |= False if part is None else (part.count > 0) | (part.write != 0)
+    if replayed is not None:
+        here |= (replayed.tokens > 0) | (replayed.write != 0)
+    if run is not None:
+        here |= run.length > 0
     numbers = [jnp.full((rows,), layer, jnp.int32), read, here.astype(jnp.int32)]
     inputs: list[jax.Array] = []
     if replayed is not None:
-        numbers += [replayed.count, replayed.emit_after, replayed.emit_slot, replayed.write]
+        numbers += [replayed.tokens, replayed.emit_after, replayed.emit_slot, replayed.write]
         inputs += [replayed.decay, replayed.k, replayed.u]
     emissions = 0
     if run is not None:
         emissions = run.emit_slot.shape[1]
-        numbers += [run.offset, run.count, run.write]
+        numbers += [run.offset, run.length, run.write]
         numbers += [*run.emit_after.T, *run.emit_slot.T]
-        inputs += [run.tokens.g, run.tokens.k, run.tokens.q, run.tokens.v, run.tokens.beta]
+        inputs += [run.inputs.g, run.inputs.k, run.inputs.q, run.inputs.v, run.inputs.beta]
     # What the kernel writes into. A pool that it only reads is no such thing: XLA would copy it first.
     blank = jnp.zeros((rows, record, heads, WIDTH), jnp.float32)
-    written = {"pool": states if writes else None, "out": out, "corrections": blank if record else None}
-    refs = {name: jax.new_ref(each, memory_space=plgpu.GMEM) for name, each in written.items() if each is not None}
+    written = ({"pool": states} if writes else {}) | {"out": out, "corrections": blank}
+    refs = {name: jax.new_ref(each, memory_space=plgpu.GMEM) for name, each in written.items() if each.size}
 
     def kernel(numbers, pool, *each):
         given, own, vectors = each[: len(inputs)], dict(zip(refs, each[len(inputs) : -1], strict=True)), each[-1]
-        pool, result, corrections = own.get("pool", pool), own.get("out"), own.get("corrections")
+        pool = own.get("pool", pool)
         row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
         mine = iter(range(numbers.shape[0]))
 
@@ -160,18 +164,18 @@ def sweep(
                 state, (decay, k, q, v, beta) = carry
                 share(t % 2, decay, k, q)
                 ahead = load(offset + t + 1)
-                decayed, seen = [], [0.0] * _SUMS
+                decayed, seen = [], [jnp.zeros_like(v)] * _SUMS
                 for nth, each in enumerate(state):
                     decayed.append(vectors[t % 2, 0, nth] * each)
                     seen[nth % _SUMS] += vectors[t % 2, 1, nth] * decayed[-1]
-                u = beta * (v - sum(seen))
-                state, o = [], [0.0] * _SUMS
+                u = beta * (v - sum(seen[1:], seen[0]))
+                state, o = [], [jnp.zeros_like(v)] * _SUMS
                 for nth, each in enumerate(decayed):
                     state.append(each + vectors[t % 2, 1, nth] * u)
                     o[nth % _SUMS] += vectors[t % 2, 2, nth] * state[-1]
-                result[offset + t, head] = sum(o).astype(result.dtype)
+                own["out"][offset + t, head] = sum(o[1:], o[0]).astype(out.dtype)
                 if record:
-                    corrections[row, t, head] = u
+                    own["corrections"][row, t, head] = u
                 for position, slot in zip(after, slots, strict=True):
                     save(slot, t + 1 == position, state)
                 return tuple(state), ahead
@@ -203,4 +207,4 @@ def sweep(
         interpret=interpret or False,
     )(jnp.stack(numbers), jnp.zeros((), states.dtype) if writes else states, *inputs, *refs.values())
     ends = {name: jax.freeze(ref) for name, ref in refs.items()}
-    return ends.get("pool", states), ends.get("out"), ends.get("corrections")
+    return ends.get("pool", states), ends.get("out", out), ends.get("corrections", blank)
