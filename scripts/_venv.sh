@@ -1,8 +1,8 @@
 # Shared by scripts/test and scripts/run (sourced): one virtual environment, .venv, at the root of the checkout.
 #
 #   ensure_venv EXTRA[,EXTRA]   installs the package (editable) with these extras at the versions of
-#                               constraints.txt, unless that was done already for the same inputs;
-#                               afterwards $PY is the environment's interpreter.
+#                               constraints.txt, unless these, or more, were installed already from the same
+#                               inputs; afterwards $PY is the environment's interpreter.
 #
 # Needs Python 3.11 or newer with pip. PYTHON=/path/to/python names another interpreter.
 
@@ -37,6 +37,21 @@ install_key() {
   } | sha256sum | cut -c1-64
 }
 
+# Whether an installation of at least these extras (EXTRA[,EXTRA]) is recorded and still true. The name of a stamp
+# says what was installed, so that scripts/test --quick finds what scripts/test left.
+already_installed() {
+  local stamp have extra
+  for stamp in "$venv"/.installed-*; do
+    [ -e "$stamp" ] || continue
+    have=${stamp##*/.installed-}
+    for extra in ${1//,/ }; do
+      case ",$have," in *",$extra,"*) ;; *) continue 2 ;; esac
+    done
+    [ "$(cat "$stamp")" = "$(install_key "$have")" ] && return 0
+  done
+  return 1
+}
+
 ensure_venv() {
   local extras=$1 stamp key
   stamp="$venv/.installed-$extras"
@@ -46,7 +61,7 @@ ensure_venv() {
     exec 9>"$root/.venv.lock"
     flock 9
   fi
-  if [ -x "$PY" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ]; then
+  if [ -x "$PY" ] && already_installed "$extras"; then
     say "environment: .venv is up to date ($extras)"
   else
     # A half-made environment (interrupted, or its interpreter gone, or moved) is made anew.

@@ -1,0 +1,1 @@
+"""Cases of the kernel benchmark, one module for each kernel (see `cases`)."""
