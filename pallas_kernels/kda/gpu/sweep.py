@@ -196,15 +196,19 @@ def sweep(
             if run is not None:
                 go_on(state, rest)
 
-    pl.kernel(
+    run_kernel = pl.kernel(
         kernel,
         out_type=(),
-        mesh=plgpu.Mesh(grid=(rows, heads), grid_names=("row", "head"), kernel_name="kda_sweep"),
+        mesh=plgpu.Mesh(grid=(rows, heads), grid_names=("row", "head")),
         scratch_types=[plgpu.SMEM((2, 3, depth), jnp.float32)],
         # `share` has the one barrier there has to be: threads meet only in the vectors of a token, which have two
         # places, and whoever writes to one has passed the barrier of the other, after the last use of this one.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret or False,
-    )(jnp.stack(numbers), jnp.zeros((), states.dtype) if writes else states, *inputs, *refs.values())
+    )
+    # The name under which the call is found in a compiled module.
+    with jax.named_scope("kda_sweep"):
+        read_only = jnp.zeros((), states.dtype) if writes else states
+        run_kernel(jnp.stack(numbers), read_only, *inputs, *refs.values())
     ends = {name: jax.freeze(ref) for name, ref in refs.items()}
     return ends.get("pool", states), ends.get("out", out), ends.get("corrections", blank)

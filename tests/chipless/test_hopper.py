@@ -1,0 +1,93 @@
+"""Kernels of KDA for an H100: they compile at real sizes, in place, and spill next to nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hybrid_kv.chipless.hopper import Assembled, compile_for_hopper, hopper_compiler_installed, read_assembler
+from pallas_kernels.kda import (
+    Commit,
+    Records,
+    kda_commit,
+    kda_commit_verify,
+    kda_decode,
+    kda_prefill,
+    kda_verify,
+)
+from pallas_kernels.rows import RaggedRows
+
+WIDTH, LAYERS, SLOTS = 128, 4, 512
+REPORT = """ptxas info    : Compiling entry function 'kda_sweep_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for kda_sweep_mosaic_gpu_kernel
+    40 bytes stack frame, 36 bytes spill stores, 28 bytes spill loads
+ptxas info    : Used 255 registers, used 2 barriers, 40 bytes cumulative stack size, 1 bytes smem"""
+
+
+def test_the_report_of_the_assembler_is_read():
+    assert read_assembler(REPORT) == Assembled("kda_sweep", 255, 64)
+    with pytest.raises(ValueError, match="ptxas fatal"):
+        read_assembler("ptxas fatal: no such file")
+
+
+shape = jax.ShapeDtypeStruct
+whole = functools.partial(shape, dtype=jnp.int32)
+
+
+def _given(tokens: int, heads: int, rows: int, dtype=jnp.float32):
+    """Inputs of so many tokens, the gate's parameters and a pool, the numbers of rows."""
+    wide = [shape((tokens, heads, WIDTH), jnp.bfloat16)] * 4
+    gate = [shape((heads,), jnp.float32), shape((heads, WIDTH), jnp.float32)]
+    pool = shape((LAYERS, SLOTS, heads, WIDTH, WIDTH), dtype)
+    return (*wide, shape((tokens, heads), jnp.bfloat16), *gate, pool), whole((rows,))
+
+
+def _assembled(op, given, pool_at: int, **options):
+    call = functools.partial(op, lower_bound=-5.0, implementation="gpu", **options)
+    pool = given[pool_at]
+    donate = () if op is kda_verify else (pool_at,)
+    compilation, kernels = compile_for_hopper(call, *given, donate=donate)
+    (kernel,) = kernels
+    bytes_of_pool = pool.dtype.itemsize * pool.size
+    assert compilation.temporary_bytes < bytes_of_pool / 2  # no copy of it
+    assert kernel.registers <= 255 and kernel.spilled <= 512
+    assert "kda_sweep" in compilation.executable.as_text()
+    return compilation
+
+
+needs_compiler = pytest.mark.skipif(not hopper_compiler_installed(), reason="needs the extra [aot]")
+
+
+@pytest.mark.aot
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "heads", "dtype"), [(1, 32, jnp.float32), (256, 12, jnp.float32), (64, 32, jnp.bfloat16)]
+)
+def test_decode_compiles_in_place(rows, heads, dtype):
+    given, row = _given(rows, heads, rows, dtype)
+    _assembled(kda_decode, (*given, whole(()), shape((rows,), bool), row, row, row), 7)
+
+
+@pytest.mark.aot
+@needs_compiler
+@pytest.mark.parametrize(("tokens", "heads", "emissions"), [(512, 1, 0), (2048, 32, 4), (8192, 12, 1)])
+def test_prefill_compiles_in_place(tokens, heads, emissions):
+    given, row = _given(tokens, heads, 8)
+    saves = whole((8, emissions))
+    _assembled(kda_prefill, (*given, whole(()), RaggedRows(row, row, row), row, row, saves, saves), 7)
+
+
+@pytest.mark.aot
+@needs_compiler
+@pytest.mark.parametrize("most", [4, 8])
+def test_verify_and_commit_compile_and_verify_copies_no_pool(most):
+    rows, heads = 64, 8
+    given, row = _given(rows * most, heads, rows)
+    ragged = RaggedRows(row, row, row)
+    _assembled(kda_verify, (*given, whole(()), ragged, row), 7, most=most)
+    kept = (rows, most, heads, WIDTH)
+    records = Records(shape(kept, jnp.float32), shape(kept, jnp.bfloat16), shape(kept, jnp.bfloat16))
+    which = Commit(row, row, row, row, row)
+    _assembled(kda_commit, (records, *given[5:], whole(()), which), 3)
+    _assembled(kda_commit_verify, (*given, whole(()), ragged, records, which), 7)
