@@ -80,9 +80,8 @@ def test_prefill_compiles_in_place(tokens, heads, emissions):
 
 @pytest.mark.aot
 @needs_compiler
-@pytest.mark.parametrize("most", [4, 8])
-def test_verify_and_commit_compile_and_verify_copies_no_pool(most):
-    rows, heads = 64, 8
+def test_verify_and_commit_compile_and_verify_copies_no_pool():
+    rows, heads, most = 64, 8, 8
     given, row = _given(rows * most, heads, rows)
     ragged = RaggedRows(row, row, row)
     _assembled(kda_verify, (*given, whole(()), ragged, row), 7, most=most)
