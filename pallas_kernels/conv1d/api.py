@@ -3,10 +3,10 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.conv1d import reference
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Implementations, choose
 from pallas_kernels.rows import RaggedRows
 
-_CONV = {"reference": reference.causal_conv1d}
+_CONV: Implementations = {"reference": reference.causal_conv1d, "gpu": "pallas_kernels.conv1d.gpu:causal_conv1d"}
 
 
 def causal_conv1d(
@@ -40,5 +40,5 @@ def causal_conv1d(
     Returns:
       Output [T, C] in the dtype of x (fp32 accumulation, zeros on slack tokens) and the pool.
     """
-    run = choose("causal_conv1d", implementation, _CONV)
+    run = choose("causal_conv1d", implementation, _CONV, {"gpu"} if x.shape[1] % 128 else ())
     return run(x, weight, conv_states, layer, rows, read, write, emit_position, emit_slot)

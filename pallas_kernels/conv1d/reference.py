@@ -43,6 +43,22 @@ def causal_conv1d(
             ago = ago.at[at].set(h[:, past + i - back], mode="drop")
         y += w[past - back] * ago
 
+    conv_states = keep_histories(x, history, conv_states, layer, rows, write, emit_position, emit_slot)
+    return jnp.where(valid, jax.nn.silu(y), 0.0).astype(x.dtype), conv_states
+
+
+def keep_histories(
+    x: Float[Array, "T C"],
+    history: Float[Array, "R W1 C"],
+    conv_states: Float[Array, "layers S W1 C"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    write: Int32[Array, "R"],
+    emit_position: Int32[Array, "R E"],
+    emit_slot: Int32[Array, "R E"],
+) -> Float[Array, "layers S W1 C"]:
+    """The pool with the last inputs before every save of a step; `history` is what the rows began with."""
+    count, past = x.shape[0], history.shape[1]
     wanted = saves(rows, write, emit_position, emit_slot)
     # Row-relative index of each input to keep; negative ones lie in the history.
     ago = jnp.arange(past, dtype=jnp.int32)[None, :] - past
@@ -50,5 +66,4 @@ def causal_conv1d(
     new = x[jnp.clip(rows.offset[wanted.row][:, None] + index, 0, count - 1)]
     old = history[wanted.row[:, None], jnp.clip(past + index, 0, past - 1)]
     kept = jnp.where((index < 0)[..., None], old.astype(x.dtype), new)
-    conv_states = write_slots(conv_states, layer, wanted.slot, kept)
-    return jnp.where(valid, jax.nn.silu(y), 0.0).astype(x.dtype), conv_states
+    return write_slots(conv_states, layer, wanted.slot, kept)

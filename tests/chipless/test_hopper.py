@@ -1,4 +1,4 @@
-"""Kernels of KDA for an H100: they compile at real sizes, in place, and spill next to nothing."""
+"""Kernels for an H100: they compile at real sizes, in place, and spill little."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from hybrid_kv.chipless.hopper import Assembled, compile_for_hopper, hopper_compiler_installed, read_assembler
+from pallas_kernels.conv1d import causal_conv1d
 from pallas_kernels.kda import (
     Commit,
     Records,
@@ -90,3 +91,15 @@ def test_verify_and_commit_compile_and_verify_copies_no_pool():
     which = Commit(row, row, row, row, row)
     _assembled(kda_commit, (records, *given[5:], whole(()), which), 3)
     _assembled(kda_commit_verify, (*given, whole(()), ragged, records, which), 7)
+
+
+@pytest.mark.aot
+@needs_compiler
+def test_the_convolution_compiles_in_place():
+    tokens, channels, row = 2048, 12_288, whole((8,))
+    x, pool = shape((tokens, channels), jnp.bfloat16), shape((LAYERS, SLOTS, 3, channels), jnp.bfloat16)
+    given = (x, shape((4, channels), jnp.float32), pool, whole(()), RaggedRows(row, row, row), row, row)
+    call = functools.partial(causal_conv1d, implementation="gpu")
+    compilation, (kernel,) = compile_for_hopper(call, *given, whole((8, 2)), whole((8, 2)), donate=(2,))
+    assert compilation.temporary_bytes < 2 * pool.size / 2 and kernel.spilled == 0 and kernel.registers <= 128
+    assert "causal_conv1d" in compilation.executable.as_text()
