@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Int32, Shaped
 
-from pallas_kernels.dispatch import choose
+from pallas_kernels.dispatch import Implementations, choose
 from pallas_kernels.paged import reference
 
-_COPY = {"reference": reference.copy_blocks}
+_COPY: Implementations = {"reference": reference.copy_blocks, "tpu": "pallas_kernels.paged.tpu:copy_blocks"}
 
 
 def copy_blocks(

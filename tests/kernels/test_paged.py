@@ -3,17 +3,43 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged import copy_blocks
+from pallas_kernels.paged import copy_blocks, tpu
 
 
-def test_chains_and_swaps_copy_the_old_content_and_null_targets_do_nothing():
-    pool = np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32)
-    source, target = [1, 2, 3, 5, 4], [2, 1, 4, 0, 0]
-    got = copy_blocks(jnp.asarray(pool), jnp.asarray(source), jnp.asarray(target))
+def interpreted(*given):
+    return tpu.copy_blocks(*given, interpret=pltpu.InterpretParams(detect_races=True))
+
+
+@pytest.fixture(params=[copy_blocks, interpreted], ids=["reference", "tpu"])
+def copy(request):
+    yield request.param
+    jax.effects_barrier()
+    races = interpret_pallas_call.races
+    assert races is None or not races.races_found
+
+
+def test_chains_and_swaps_copy_the_old_content_and_null_targets_do_nothing(copy):
+    pool = np.random.default_rng(0).normal(size=(2, 6, 8, 128)).astype(np.float32)
+    source, target = [5, 1, 2, 3, 5, 4], [0, 2, 1, 4, 0, 0]
+    got = copy(jnp.asarray(pool), jnp.asarray(source), jnp.asarray(target))
     want = pool.copy()
     want[:, [2, 1, 4]] = pool[:, [1, 2, 3]]
     np.testing.assert_array_equal(got, want)
+
+
+def test_more_copies_than_are_under_way_at_a_time_and_none(copy):
+    pool = np.random.default_rng(1).normal(size=(1, 64, 8, 128)).astype(np.float32)
+    source, target = np.arange(1, 38), np.arange(38, 75) % 64
+    target[target < 38] = 0
+    got = copy(jnp.asarray(pool), jnp.asarray(source), jnp.asarray(target))
+    want = pool.copy()
+    want[:, target[target > 0]] = pool[:, source[target > 0]]
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(copy(jnp.asarray(pool), jnp.asarray(source), jnp.zeros_like(target)), pool)
 
 
 def test_any_number_of_copies_is_one_program():  # 99
