@@ -16,13 +16,24 @@ from pallas_kernels.kda.records import Commit, Records
 from pallas_kernels.rows import RaggedRows
 
 
+# Modules of the TPU kernels, by op.
+_TPU = {"prefill": "prefill", "decode": "decode", "verify": "verify", "commit": "commit", "commit_verify": "verify"}
+
+
 def _forms(op: str) -> Implementations:
-    return {"reference": getattr(reference, op), "xla": getattr(xla, op), "gpu": f"pallas_kernels.kda.gpu:{op}"}
+    return {
+        "reference": getattr(reference, op),
+        "xla": getattr(xla, op),
+        "tpu": f"pallas_kernels.kda.tpu.{_TPU[op]}:{op}",
+        "gpu": f"pallas_kernels.kda.gpu:{op}",
+    }
 
 
 def _unfit(states: Float[Array, "layers S H K V"]) -> set[str]:
     """Implementations that heads of these sizes are not for."""
-    return set() if states.shape[-1] == 128 and states.shape[-2] <= 128 else {"gpu"}
+    depth, width = states.shape[-2:]
+    fits = {"tpu": width == depth == 128, "gpu": width == 128 and depth <= 128}
+    return {name for name, fit in fits.items() if not fit}
 
 
 def kda_prefill(

@@ -1,0 +1,1 @@
+"""KDA kernels for TPU (Pallas, Mosaic)."""

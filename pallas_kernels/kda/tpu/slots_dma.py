@@ -1,0 +1,176 @@
+"""Streams states of a pool through VMEM: read ahead by (layer, slot), changed on the way, written behind.
+
+A unit is the state of one row for the heads of one program, [H', K, V], contiguous in the pool. Units are visited
+in one order over the whole call: head groups outside, present rows inside. While unit n is worked on, units
+up to n + ahead are on their way in and the ones before n on their way out. Which rows are present is settled before the
+call (`Order`), so an absent row costs nothing, not even a branch.
+
+What comes in and what goes out have buffers of their own: the compiler cannot tell two places of one buffer apart and
+would order every load of a state behind every store of another.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Int32
+
+# Fields of the cursor, the next unit to fetch.
+_GROUP, _INDEX, _UNIT = range(3)
+
+
+class Order(NamedTuple):
+    """Present rows in order, and where those of each block of rows begin among them.
+
+    Attributes:
+      bounds: [blocks + 1] index of the first present row of each block; the last is their number.
+      row: [R] rows in order; beyond the number of present ones 0.
+    """
+
+    bounds: Int32[Array, "blocks1"]
+    row: Int32[Array, "R"]
+
+    def pick(self, field: Int32[Array, "R"]) -> Int32[Array, "R"]:
+        """A per-row field in this order."""
+        return field[self.row]
+
+
+def order_of(present: Bool[Array, "R"], block: int) -> Order:
+    """The order of the rows that are present, cut into blocks of `block` rows."""
+    count = present.shape[0]
+    index = jnp.arange(count, dtype=jnp.int32)
+    edges = jnp.minimum(jnp.arange(-(-count // block) + 1, dtype=jnp.int32) * block, count)
+    rank = jnp.sum(present[None, :] & (index[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
+    # Comparisons instead of a sort or scatter: R squared is small, and they fuse into one loop.
+    placed = (rank[None, :] == index[:, None]) & present[None, :]
+    row = jnp.sum(jnp.where(placed, index[None, :], 0), axis=1, dtype=jnp.int32)
+    bounds = jnp.sum(present[None, :] & (index[None, :] < edges[:, None]), axis=1, dtype=jnp.int32)
+    return Order(bounds, row)
+
+
+class StateStream(NamedTuple):
+    """Refs of one call; `read` is indexed by the order of rows, and read 0 means a state of zeros.
+
+    Attributes:
+      source, target: pool in HBM, [layers, S, H, K, V], to read from and to write to (one buffer).
+      layer: SMEM [1].
+      read: SMEM [R] slots.
+      coming, going: VMEM [n, H', K, V] and [m, H', K, V], n and m powers of two; unit i has places i mod n and i mod m.
+      arrived, left: DMA semaphores [n] and [m].
+      cursor: SMEM [3]; group, index in the order, and number of the next unit to fetch.
+      leaving: SMEM [m], copies out of each place not yet waited for.
+      count: present rows.
+      groups: head groups, static.
+      ahead: units fetched ahead, static; a place is free again when `fetch` comes to it.
+    """
+
+    source: Any
+    target: Any
+    layer: Any
+    read: Any
+    coming: Any
+    going: Any
+    arrived: Any
+    left: Any
+    cursor: Any
+    leaving: Any
+    count: Any
+    groups: int
+    ahead: int
+
+    @property
+    def heads(self) -> int:
+        return self.coming.shape[1]
+
+    def arrival(self, unit: Any) -> Any:
+        """Place of a unit in `coming`."""
+        return unit & (self.coming.shape[0] - 1)
+
+    def departure(self, unit: Any) -> Any:
+        """Place of a unit in `going`."""
+        return unit & (self.going.shape[0] - 1)
+
+    def _state(self, pool: Any, slot: Any, group: Any) -> Any:
+        first = pl.multiple_of(group * self.heads, self.heads) if self.groups > 1 else 0
+        return pool.at[self.layer[0], slot, pl.ds(first, self.heads)]
+
+    def _load(self, place: Any, slot: Any, group: Any) -> Any:
+        return pltpu.make_async_copy(
+            self._state(self.source, slot, group), self.coming.at[place], self.arrived.at[place]
+        )
+
+    def _store(self, place: Any, slot: Any, group: Any) -> Any:
+        return pltpu.make_async_copy(self.going.at[place], self._state(self.target, slot, group), self.left.at[place])
+
+    def begin(self) -> None:
+        """Before the first unit."""
+
+        def clear(place, carry):
+            self.leaving[place] = 0
+            return carry
+
+        def first(_, carry):
+            self.fetch()
+            return carry
+
+        if self.going is not None:
+            jax.lax.fori_loop(0, self.going.shape[0], clear, None)
+        self.cursor[_UNIT] = 0
+        self.cursor[_INDEX] = 0
+        self.cursor[_GROUP] = jnp.where(self.count > 0, 0, self.groups)
+        jax.lax.fori_loop(0, self.ahead, first, None)
+
+    def fetch(self) -> None:
+        """Starts the next unit on its way in, if there is one."""
+        unit, index, group = self.cursor[_UNIT], self.cursor[_INDEX], self.cursor[_GROUP]
+
+        @pl.when(group < self.groups)
+        def _():
+            slot = self.read[index]
+            pl.when(slot != 0)(self._load(self.arrival(unit), slot, group).start)
+            last = index + 1 == self.count
+            self.cursor[_UNIT] = unit + 1
+            self.cursor[_INDEX] = jnp.where(last, 0, index + 1)
+            self.cursor[_GROUP] = jnp.where(last, group + 1, group)
+
+    def take(self, unit: Any, index: Any) -> None:
+        """Waits until a unit, of row `index` in the order, lies in its place."""
+        place, slot = self.arrival(unit), self.read[index]
+        pl.when(slot != 0)(self._load(place, 0, 0).wait)
+
+        @pl.when(slot == 0)
+        def _():
+            def clear(h, carry):
+                self.coming[place, h] = jnp.zeros(self.coming.shape[2:], self.coming.dtype)
+                return carry
+
+            jax.lax.fori_loop(0, self.heads, clear, None)
+
+    def make_room(self, place: Any) -> None:
+        """Waits until everything that leaves a place of `going` has left."""
+
+        def one(_, carry):
+            self._store(place, 0, 0).wait()
+            return carry
+
+        jax.lax.fori_loop(0, self.leaving[place], one, None)
+        self.leaving[place] = 0
+
+    def put(self, place: Any, slot: Any, group: Any) -> None:
+        """Starts a place of `going` on its way to `slot`; slot 0 takes nothing."""
+
+        @pl.when(slot != 0)
+        def _():
+            self._store(place, slot, group).start()
+            self.leaving[place] += 1
+
+    def end(self) -> None:
+        """After the last unit: waits for all that is on its way out."""
+
+        def one(place, carry):
+            self.make_room(place)
+            return carry
+
+        jax.lax.fori_loop(0, self.going.shape[0], one, None)

@@ -1,0 +1,44 @@
+"""Pallas TPU kernels without a TPU: interpreted with checks, or compiled ahead of time for named chips."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+# Scratch memory starts as NaN and copies happen as late as allowed, so an early read shows.
+CHECKED = pltpu.InterpretParams(detect_races=True)
+PLAIN = pltpu.InterpretParams()
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel raced; the interpreter only prints it."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # private: there is no public way to ask
+
+    return bool(interpret_pallas_call.races.races_found)
+
+
+def compile_for(chip: str, fn, *arguments, **jit):
+    """Compiles `fn` for one device of a chip; arguments are (shape, dtype)."""
+    pytest.importorskip("libtpu")
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v6e-4",
+        "TPU_LOG_DIR": "disabled",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)  # read when the library is first loaded
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(topology_name=TOPOLOGIES[chip], platform="tpu")
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arguments]
+    with jax.set_mesh(mesh):
+        return jax.jit(fn, **jit).lower(*shapes).compile()
