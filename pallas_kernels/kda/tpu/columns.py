@@ -119,3 +119,26 @@ def update_columns(x: Token, raw: jax.Array, k: jnp.dtype, state: jnp.dtype) -> 
         return UpdateColumns(None, pack_close(key, decay))
     half = key.shape[0] // 2
     return UpdateColumns(decay, pack_exact(key[:half], key[half:]))
+
+
+class DecayColumn(NamedTuple):
+    """The column of diag(d) S: [K, H] fp32 d, or, for a bf16 state, [K / 2, H] with 1 - d of both halves of K."""
+
+    words: jax.Array
+
+    def times(self, h: int, state: jax.Array) -> jax.Array:
+        """diag(d) S of head h."""
+        column = self.words[:, h : h + 1]
+        spread = jnp.broadcast_to(column, (column.shape[0], state.shape[1]))
+        if self.words.dtype == jnp.float32:
+            return spread * state
+        return state - jnp.concatenate(unpack_exact(spread), axis=0) * state
+
+
+def decay_column(d: jax.Array, state: jnp.dtype) -> DecayColumn:
+    """Column of decays [H, K]; of a bf16 state 1 - d is rounded to bf16, see `pack_close`."""
+    if state != jnp.bfloat16:
+        return DecayColumn(transpose([d]))
+    lost = transpose([(1.0 - d).astype(jnp.bfloat16).astype(jnp.float32)])
+    half = lost.shape[0] // 2
+    return DecayColumn(pack_exact(lost[:half], lost[half:]))

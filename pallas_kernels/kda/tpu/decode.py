@@ -41,7 +41,8 @@ _FROM, _TO, _WRITE, _EMIT, _GROUP = range(5)
 def _kernel(
     layer: Any, bounds: Any, row: Any, read: Any, write: Any, emit: Any, q: Any, k: Any, v: Any, gate: Any, beta: Any,
     slope: Any, bias: Any, pool: Any, out: Any, new_pool: Any, coming: Any, going: Any, u: Any, due: Any,
-    arrived: Any, left: Any, cursor: Any, leaving: Any, *columns: Any, tiles: StepTiles, groups: int, blocks: int, lower_bound: float | None,
+    arrived: Any, left: Any, cursor: Any, leaving: Any, *columns: Any, tiles: StepTiles, groups: int, blocks: int,
+    lower_bound: float | None,
 ) -> None:  # fmt: skip
     group, block = pl.program_id(0), pl.program_id(1)
     heads, together = tiles.heads, tiles.rows

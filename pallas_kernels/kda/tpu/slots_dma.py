@@ -22,32 +22,32 @@ _GROUP, _INDEX, _UNIT = range(3)
 
 
 class Order(NamedTuple):
-    """Present rows in order, and where those of each block of rows begin among them.
+    """Present entries (rows, or several visits of a row) in order, and where those of each block begin among them.
 
     Attributes:
-      bounds: [blocks + 1] index of the first present row of each block; the last is their number.
-      row: [R] rows in order; beyond the number of present ones 0.
+      bounds: [blocks + 1] index of the first present entry of each block; the last is their number.
+      entry: [n] entries in order; beyond the number of present ones 0.
     """
 
     bounds: Int32[Array, "blocks1"]
-    row: Int32[Array, "R"]
+    entry: Int32[Array, "n"]
 
-    def pick(self, field: Int32[Array, "R"]) -> Int32[Array, "R"]:
-        """A per-row field in this order."""
-        return field[self.row]
+    def pick(self, field: Int32[Array, "n"]) -> Int32[Array, "n"]:
+        """A field of the entries in this order."""
+        return field[self.entry]
 
 
-def order_of(present: Bool[Array, "R"], block: int) -> Order:
-    """The order of the rows that are present, cut into blocks of `block` rows."""
+def order_of(present: Bool[Array, "n"], block: int) -> Order:
+    """The order of the entries that are present, cut into blocks of `block` entries."""
     count = present.shape[0]
     index = jnp.arange(count, dtype=jnp.int32)
     edges = jnp.minimum(jnp.arange(-(-count // block) + 1, dtype=jnp.int32) * block, count)
     rank = jnp.sum(present[None, :] & (index[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
     # Comparisons instead of a sort or scatter: R squared is small, and they fuse into one loop.
     placed = (rank[None, :] == index[:, None]) & present[None, :]
-    row = jnp.sum(jnp.where(placed, index[None, :], 0), axis=1, dtype=jnp.int32)
+    entry = jnp.sum(jnp.where(placed, index[None, :], 0), axis=1, dtype=jnp.int32)
     bounds = jnp.sum(present[None, :] & (index[None, :] < edges[:, None]), axis=1, dtype=jnp.int32)
-    return Order(bounds, row)
+    return Order(bounds, entry)
 
 
 class StateStream(NamedTuple):

@@ -71,3 +71,39 @@ def decode_tiles(rows: int, heads: int, state: jnp.dtype, activation: jnp.dtype,
     if vmem > limit:
         raise ValueError(f"kda_decode: {vmem} bytes of VMEM needed for {heads} heads, {limit} may be used")
     return StepTiles(group, together, block, depth, depth - 2 * together, vmem)
+
+
+def speculate_tiles(
+    rows: int,
+    heads: int,
+    most: int,
+    state: jnp.dtype,
+    activation: jnp.dtype,
+    limit: int,
+    verifies: bool,
+    commits: bool,
+) -> StepTiles:
+    """Tiles of the kernel behind verify and commit, `most` tokens a row.
+
+    Raises:
+      ValueError: they do not fit into `limit` bytes of VMEM.
+    """
+    group = split_heads(heads)
+    unit = group * WIDTH * WIDTH * jnp.dtype(state).itemsize
+    together = min(_MOST_ROWS, max(1, 32 // group))
+    depth = 4
+    while depth * unit < 2 * _IN_FLIGHT or depth < 4 * together:
+        depth *= 2
+    block = min(8, -(-rows // 8) * 8)
+    sublanes = -(-group // 8) * 8
+    token = most * sublanes * WIDTH
+    activations = max(jnp.dtype(activation).itemsize, 2) * (5 * verifies + 2 * commits) * token
+    blocks = 2 * block * (activations + 4 * token * (verifies + commits))
+    padded = -(-2 * most // 8) * 8
+    scratch = 4 * padded * group * together * WIDTH * 4 * verifies
+    vmem = (1 + commits) * depth * unit + blocks + scratch
+    if vmem > limit:
+        raise ValueError(
+            f"kda verify/commit: {vmem} bytes of VMEM needed for {heads} heads and {most} tokens, {limit} may be used"
+        )
+    return StepTiles(group, together, block, depth, depth - together, vmem)
