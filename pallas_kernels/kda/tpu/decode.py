@@ -79,7 +79,7 @@ def _kernel(
 
             @pl.when(index[j] < end)
             def _(j=j):
-                stream.fetch()
+                stream.fetch(unit + j)
                 stream.take(unit + j, index[j])
 
         def load(ref):

@@ -111,36 +111,46 @@ class StateStream(NamedTuple):
             self.leaving[place] = 0
             return carry
 
-        def first(_, carry):
-            self.fetch()
-            return carry
-
         if self.going is not None:
             jax.lax.fori_loop(0, self.going.shape[0], clear, None)
         self.cursor[_UNIT] = 0
         self.cursor[_INDEX] = 0
         self.cursor[_GROUP] = jnp.where(self.count > 0, 0, self.groups)
+
+        def first(i, carry):
+            self.fetch(i - self.ahead)
+            return carry
+
         jax.lax.fori_loop(0, self.ahead, first, None)
 
-    def fetch(self) -> None:
-        """Starts the next unit on its way in, if there is one."""
-        unit, index, group = self.cursor[_UNIT], self.cursor[_INDEX], self.cursor[_GROUP]
+    def fetch(self, unit: Any) -> None:
+        """Starts the unit `ahead` behind this one on its way in, if there is one; one call for each unit in order."""
+        if self.groups == 1:
+            later = unit + self.ahead
+
+            @pl.when(later < self.count)
+            def _():
+                self._load(self.arrival(later), self.read[later], 0).start()
+
+            return
+        # Finding group and index takes a division, or a cursor that is carried along.
+        later, index, group = self.cursor[_UNIT], self.cursor[_INDEX], self.cursor[_GROUP]
 
         @pl.when(group < self.groups)
         def _():
-            slot = self.read[index]
-            pl.when(slot != 0)(self._load(self.arrival(unit), slot, group).start)
+            self._load(self.arrival(later), self.read[index], group).start()
             last = index + 1 == self.count
-            self.cursor[_UNIT] = unit + 1
+            self.cursor[_UNIT] = later + 1
             self.cursor[_INDEX] = jnp.where(last, 0, index + 1)
             self.cursor[_GROUP] = jnp.where(last, group + 1, group)
 
     def take(self, unit: Any, index: Any) -> None:
         """Waits until a unit, of row `index` in the order, lies in its place."""
-        place, slot = self.arrival(unit), self.read[index]
-        pl.when(slot != 0)(self._load(place, 0, 0).wait)
+        place = self.arrival(unit)
+        self._load(place, 0, 0).wait()
 
-        @pl.when(slot == 0)
+        # The null slot comes like any other, which saves two predicates; what it held is wiped out here.
+        @pl.when(self.read[index] == 0)
         def _():
             def clear(h, carry):
                 self.coming[place, h] = jnp.zeros(self.coming.shape[2:], self.coming.dtype)

@@ -40,7 +40,7 @@ from pallas_kernels.kda.tpu.token_inputs import column, decay, norm_scale, token
 VMEM_LIMIT = 48 << 20
 
 # Heads by which the products trail the commits, so that neither waits for the other.
-_LAG = 3
+_LAG = 4
 
 
 class Visits(NamedTuple):
@@ -104,6 +104,8 @@ def _kernel(
     coming, arrived, cursor = (refs.pop(0) for _ in range(3))
     going, left, leaving = (refs.pop(0) if commits else None for _ in range(3))
     rows, results = (refs.pop(0) if verifies else None for _ in range(2))
+    # Committed states on their way to the MXU. From `going` they would be ordered behind each other's stores.
+    fresh = refs.pop(0) if commits and verifies else None
 
     group, block = pl.program_id(0), pl.program_id(1)
     heads, together = tiles.heads, tiles.rows
@@ -135,27 +137,16 @@ def _kernel(
 
             @pl.when(index[j] < end)
             def _(j=j):
-                stream.fetch()
+                stream.fetch(unit + index[j])
                 stream.take(unit + index[j], index[j])
 
         def load(ref, t):
             """Token t of the rows, under one another: [pairs, width]."""
             return jnp.concatenate([ref[h, t].astype(jnp.float32) for h in home], axis=0)
 
-        if commits:
-            counts = jnp.concatenate([jnp.full((heads, WIDTH), count[i], jnp.int32) for i in known], axis=0)
-            behind = jnp.ones((pairs, WIDTH), jnp.float32)
-            w, u = [], []
-            for t in reversed(range(most)):
-                counted = t < counts
-                key = load(x.old_k, t)
-                w.append(jnp.where(counted, key * norm_scale(key) * behind, 0.0))
-                u.append(jnp.where(counted, load(x.old_u, t), 0.0))
-                behind = jnp.where(counted, behind * decay(load(x.old_gate, t), slopes, biases, lower_bound), behind)
-            corrections = Corrections(w, u, 2 if x.old_k.dtype == jnp.bfloat16 else 3)
-            decays = decay_column(behind, coming.dtype)
-        if verifies:
-            tokens, scores = [], []
+        tokens, scores = [], []
+
+        def prepare_tokens():
             prefix = None
             for t in range(most):
                 raw_beta = [column(x.beta[h, pl.ds(t, 1)], heads, group * heads) for h in home]
@@ -170,16 +161,33 @@ def _kernel(
                 tokens.append(y)
                 scores.append([_scores(tokens[j], tokens[j + 1 : t + 1]) for j in range(t + 1)])
 
+        if commits:
+            counts = jnp.concatenate([jnp.full((heads, WIDTH), count[i], jnp.int32) for i in known], axis=0)
+            behind = jnp.ones((pairs, WIDTH), jnp.float32)
+            w, u = [], []
+            for t in reversed(range(most)):
+                counted = t < counts
+                key = load(x.old_k, t)
+                w.append(jnp.where(counted, key * norm_scale(key) * behind, 0.0))
+                u.append(jnp.where(counted, load(x.old_u, t), 0.0))
+                behind = jnp.where(counted, behind * decay(load(x.old_gate, t), slopes, biases, lower_bound), behind)
+            corrections = Corrections(w, u, 2 if x.old_k.dtype == jnp.bfloat16 else 3)
+            decays = decay_column(behind, coming.dtype)
         for h in range(heads + (_LAG if commits and verifies else 0)):
+            if verifies and h == (_LAG // 2 if commits else 0):
+                prepare_tokens()
             for j in range(together):
                 if commits and h < heads:
                     pair = j * heads + h
                     state = decays.times(pair, coming[place[j], h].astype(jnp.float32)) + corrections.of(pair)
-                    going[after[j], h] = state.astype(going.dtype)
+                    state = state.astype(going.dtype)
+                    going[after[j], h] = state
+                    if verifies:
+                        fresh[h % (_LAG + 1) * together + j] = state
                 if verifies and h >= (_LAG if commits else 0):
                     g = h - (_LAG if commits else 0)
                     pair = j * heads + g
-                    state = going[after[j], g] if commits else coming[place[j], g]
+                    state = fresh[g % (_LAG + 1) * together + j] if commits else coming[place[j], g]
                     left_rows = rows[pl.ds(pair, parts * padded, stride=pairs)].astype(jnp.bfloat16)
                     results[pl.ds(pair, padded, stride=pairs)] = times_state(left_rows, state, padded, parts)
 
@@ -284,6 +292,8 @@ def speculate(
     if verifies:
         scratch += [pltpu.VMEM((n * padded * pairs, WIDTH), jnp.float32)
                     for n in (2 if states.dtype == jnp.bfloat16 else 3, 1)]  # fmt: skip
+    if commits and verifies:
+        scratch.append(pltpu.VMEM(((_LAG + 1) * tiles.rows, WIDTH, WIDTH), states.dtype))
     call = pl.pallas_call(
         functools.partial(
             _kernel, tiles=tiles, groups=groups, blocks=blocks, most=most, commits=commits, verifies=verifies,
