@@ -1,8 +1,8 @@
 """Rank-Q updates of states on the MXU: sum over t of w_t u_t^T for each head, w and u [Q, H, .] with heads on sublanes.
 
 On the VPU each w_t would have to be spread over lanes, which costs more XLU time than a whole decode step has. So
-w is transposed once for eight heads, all tokens and all pairs of bf16 parts lying along lanes, and each head brings a right
-side in which only its own u are not zero. The sum over the parts and tokens is then the contraction.
+w is transposed once for eight heads, all tokens and all pairs of bf16 parts lying along lanes, and each head brings a
+right side in which only its own u are not zero. The sum over the parts and tokens is then the contraction.
 """
 
 import jax

@@ -90,8 +90,8 @@ def _kernel(
         raw_beta = jnp.concatenate([column(beta[pl.ds(h, 1)], heads, group * heads) for h in home], axis=0)
         x = token(load(q), raw_k, load(gate), raw_beta, repeated[0], repeated[1], lower_bound)
         products = ReadProducts(x, 2 if coming.dtype == jnp.bfloat16 else 3)
-        for h in range(heads):
-            for j in range(together):
+        for j in range(together):
+            for h in range(heads):
                 pair = j * heads + h
                 state = coming[before[j], h].astype(jnp.float32)
                 going[after[j], h] = saved.update(pair, state, u[pl.ds(pair, 1)]).astype(going.dtype)

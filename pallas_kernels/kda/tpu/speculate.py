@@ -12,9 +12,8 @@ Verify. From S, with F_i the decay from the start up to and including token i, a
     u_i = beta_i (v_i - P_i - sum_(j < i) (k_i . k_j E_ji) u_j)
     o_i = R_i + sum_(j <= i) (q_i . k_j E_ji) u_j
 
-so a state enters the MXU once, whatever the number of tokens. Rows beyond a row's length come out as garbage that
-depends on nothing but itself and reaches nothing. All of it is written for all heads, on sublanes, at once; only the state
-is visited head by head.
+so a state enters the MXU once, whatever the number of tokens. Token slots beyond a row's length come out as garbage
+that reaches nothing. All of it is written for all heads, on sublanes, at once; only states are visited head by head.
 
 An emission is a visit of its own ahead of the row's: the same commit with another count and another slot.
 """
@@ -35,7 +34,7 @@ from pallas_kernels.kda.tpu.decode import check_width
 from pallas_kernels.kda.tpu.products import split, times_state
 from pallas_kernels.kda.tpu.slots_dma import Order, StateStream, order_of
 from pallas_kernels.kda.tpu.step_tiles import WIDTH, StepTiles
-from pallas_kernels.kda.tpu.token_inputs import column, decay, norm_scale, token
+from pallas_kernels.kda.tpu.token_inputs import Token, column, decay, norm_scale, token
 
 VMEM_LIMIT = 48 << 20
 
@@ -48,7 +47,7 @@ class Visits(NamedTuple):
 
     order: Order
     read: Int32[Array, "n"]
-    count: Int32[Array, "n"]
+    accepted: Int32[Array, "n"]
     write: Int32[Array, "n"]
     tokens: Int32[Array, "n"]
 
@@ -96,16 +95,20 @@ def _kernel(
     layer: Any, bounds: Any, entry: Any, read: Any, count: Any, write: Any, follow: Any, *refs: Any, tiles: StepTiles,
     groups: int, blocks: int, most: int, commits: bool, verifies: bool, visits_per_row: int, lower_bound: float | None,
 ) -> None:  # fmt: skip
-    refs = list(refs)
-    x = _Refs(*(refs.pop(0) if wanted else None for wanted in (*(verifies,) * 5, *(commits,) * 3)))
-    slope, bias, pool = (refs.pop(0) for _ in range(3))
-    out, new_u = (refs.pop(0) if verifies else None for _ in range(2))
-    new_pool = refs.pop(0) if commits else None
-    coming, arrived, cursor = (refs.pop(0) for _ in range(3))
-    going, left, leaving = (refs.pop(0) if commits else None for _ in range(3))
-    rows, results = (refs.pop(0) if verifies else None for _ in range(2))
+    given = iter(refs)
+
+    def take(count: int, wanted: bool = True) -> list[Any]:
+        return [next(given) if wanted else None for _ in range(count)]
+
+    x = _Refs(*take(5, verifies), *take(3, commits))
+    slope, bias, pool = take(3)
+    out, new_u = take(2, verifies)
+    (new_pool,) = take(1, commits)
+    coming, arrived, cursor = take(3)
+    going, left, leaving = take(3, commits)
+    rows, results = take(2, verifies)
     # Committed states on their way to the MXU. From `going` they would be ordered behind each other's stores.
-    fresh = refs.pop(0) if commits and verifies else None
+    (fresh,) = take(1, commits and verifies)
 
     group, block = pl.program_id(0), pl.program_id(1)
     heads, together = tiles.heads, tiles.rows
@@ -144,7 +147,8 @@ def _kernel(
             """Token t of the rows, under one another: [pairs, width]."""
             return jnp.concatenate([ref[h, t].astype(jnp.float32) for h in home], axis=0)
 
-        tokens, scores = [], []
+        tokens: list[Token] = []
+        scores: list[list[tuple[jax.Array, jax.Array]]] = []
 
         def prepare_tokens():
             prefix = None
@@ -192,7 +196,8 @@ def _kernel(
                     results[pl.ds(pair, padded, stride=pairs)] = times_state(left_rows, state, padded, parts)
 
         if verifies:
-            us, os = [], []
+            us: list[jax.Array] = []
+            os: list[jax.Array] = []
             for i, y in enumerate(tokens):
                 u_i = load(x.v, i) - results[pl.ds(i * pairs, pairs)]
                 o_i = results[pl.ds((most + i) * pairs, pairs)]
@@ -221,18 +226,18 @@ def _kernel(
         pl.when((group == groups - 1) & (block == blocks - 1))(stream.end)
 
 
-def _scores(first: Any, later: list[Any]) -> tuple[jax.Array | None, jax.Array]:
-    """(k_i . k_j E_ji, q_i . k_j E_ji) [H, 1] of token j = `first` and the last of the tokens up to i, `later`."""
+def _scores(first: Token, later: list[Token]) -> tuple[jax.Array, jax.Array]:
+    """(k_i . k_j E_ji, q_i . k_j E_ji) [H, 1] for j = `first` and i the last of the tokens behind it, or j itself."""
     key = first.k
     for y in later:
         key = key * y.decay
     last = later[-1] if later else first
-    with_q = jnp.sum(last.q * key, axis=1, keepdims=True)
-    return (jnp.sum(last.k * key, axis=1, keepdims=True) if later else None), with_q
+    with_k, with_q = (jnp.sum(a * key, axis=1, keepdims=True) for a in (last.k, last.q))
+    return with_k, with_q
 
 
 def speculate(
-    tokens: tuple[Array, Array, Array, Array, Array] | None,
+    tokens: tuple[Array, ...] | None,
     records: Records | None,
     a_log: Float[Array, "H"],
     dt_bias: Float[Array, "H K"],
@@ -254,13 +259,12 @@ def speculate(
       visits: in the order of blocks of `tiles.block` rows.
     """
     check_width(states)
-    given = tokens if tokens is not None else records
-    assert given is not None
-    rows, heads = given[0].shape[0], states.shape[2]
+    rows, heads = (tokens or records or ())[0].shape[0], states.shape[2]
     groups, blocks = heads // tiles.heads, pl.cdiv(rows, tiles.block)
     verifies, commits = tokens is not None, records is not None
     scalars = (
-        jnp.asarray(layer, jnp.int32).reshape(1), *visits.order, visits.read, visits.count, visits.write, visits.tokens
+        jnp.asarray(layer, jnp.int32).reshape(1), *visits.order, visits.read, visits.accepted, visits.write,
+        visits.tokens,
     )  # fmt: skip
     slope = jnp.broadcast_to(jnp.exp(a_log.astype(jnp.float32))[:, None], dt_bias.shape)
 
