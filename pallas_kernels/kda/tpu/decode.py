@@ -80,7 +80,9 @@ def _kernel(
             @pl.when(index[j] < end)
             def _(j=j):
                 stream.fetch(unit + j)
-                stream.take(unit + j, index[j])
+                stream.take(unit + j)
+
+        stream.wipe_null(place, [read[i] for i in known])
 
         def load(ref):
             """Rows under one another: [together * H', width]."""
@@ -97,22 +99,23 @@ def _kernel(
                 going[after[j], h] = saved.update(pair, state, u[pl.ds(pair, 1)]).astype(going.dtype)
                 products.visit(pair, coming[place[j], h])
 
-        # All arithmetic comes before the first predicate, which ends the basic block and waits for what is under way.
         p, r = products.results()
         correction = x.beta * (load(v) - p)
         o = r + jnp.sum(x.q * x.k, axis=1, keepdims=True) * correction
         u[...] = correction * x.k_scale if narrow else correction
         update_columns(x, raw_k, k.dtype, coming.dtype).store(saved)
 
+        # From the last row to the first: rows that are not there share the place of the last one that is.
+        for j in reversed(range(together)):
+            there = index[j] < end
+            mine = o[j * heads : (j + 1) * heads].astype(out.dtype)
+            out[home[j]] = jnp.where(there, mine, out[home[j]])
+
+        writes, emits = ([due[j, field] for j in range(together)] for field in (_WRITE, _EMIT))
+        stream.put(after, writes, due[0, _GROUP])
+        stream.put(after, emits, due[0, _GROUP], rare=True)
         for j in range(together):
             there = index[j] < end
-
-            @pl.when(there)
-            def _(j=j):
-                out[home[j]] = o[j * heads : (j + 1) * heads].astype(out.dtype)
-
-            for field in (_WRITE, _EMIT):
-                stream.put(after[j], due[j, field], due[j, _GROUP])
             due[j, _FROM] = place[j]
             due[j, _TO] = stream.departure(unit + j)
             due[j, _WRITE] = jnp.where(there, write[known[j]], 0)

@@ -9,6 +9,7 @@ What comes in and what goes out have buffers of their own: the compiler cannot t
 would order every load of a state behind every store of another.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -144,19 +145,24 @@ class StateStream(NamedTuple):
             self.cursor[_INDEX] = jnp.where(last, 0, index + 1)
             self.cursor[_GROUP] = jnp.where(last, group + 1, group)
 
-    def take(self, unit: Any, index: Any) -> None:
-        """Waits until a unit, of row `index` in the order, lies in its place."""
-        place = self.arrival(unit)
-        self._load(place, 0, 0).wait()
+    def take(self, unit: Any) -> None:
+        """Waits until a unit lies in its place."""
+        self._load(self.arrival(unit), 0, 0).wait()
 
-        # The null slot comes like any other, which saves two predicates; what it held is wiped out here.
-        @pl.when(self.read[index] == 0)
-        def _():
+    def wipe_null(self, places: list[Any], slots: list[Any]) -> None:
+        """Zeros where the null slot was read: it comes like any other, which saves predicates, and holds anything."""
+
+        def wipe(place):
             def clear(h, carry):
                 self.coming[place, h] = jnp.zeros(self.coming.shape[2:], self.coming.dtype)
                 return carry
 
             jax.lax.fori_loop(0, self.heads, clear, None)
+
+        @pl.when(functools.reduce(jnp.minimum, slots) == 0)
+        def _():
+            for place, slot in zip(places, slots, strict=True):
+                pl.when(slot == 0)(functools.partial(wipe, place))
 
     def make_room(self, place: Any) -> None:
         """Waits until everything that leaves a place of `going` has left."""
@@ -168,13 +174,24 @@ class StateStream(NamedTuple):
         jax.lax.fori_loop(0, self.leaving[place], one, None)
         self.leaving[place] = 0
 
-    def put(self, place: Any, slot: Any, group: Any) -> None:
-        """Starts a place of `going` on its way to `slot`; slot 0 takes nothing."""
+    def put(self, places: list[Any], slots: list[Any], group: Any, rare: bool = False) -> None:
+        """Starts places of `going` on their way to slots of a head group; slot 0 takes nothing.
 
-        @pl.when(slot != 0)
-        def _():
+        With `rare` one branch goes past all of it if no slot is given.
+        """
+
+        def start(place, slot):
             self._store(place, slot, group).start()
             self.leaving[place] += 1
+
+        def start_all():
+            for place, slot in zip(places, slots, strict=True):
+                pl.when(slot != 0)(functools.partial(start, place, slot))
+
+        if rare and len(slots) > 1:
+            pl.when(functools.reduce(jnp.maximum, slots) != 0)(start_all)
+        else:
+            start_all()
 
     def end(self) -> None:
         """After the last unit: waits for all that is on its way out."""

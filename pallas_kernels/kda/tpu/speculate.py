@@ -141,7 +141,9 @@ def _kernel(
             @pl.when(index[j] < end)
             def _(j=j):
                 stream.fetch(unit + index[j])
-                stream.take(unit + index[j], index[j])
+                stream.take(unit + index[j])
+
+        stream.wipe_null(place, [read[i] for i in known])
 
         def load(ref, t):
             """Token t of the rows, under one another: [pairs, width]."""
@@ -208,6 +210,8 @@ def _kernel(
                     o_i = o_i + scores[i][j][1] * us[j]
                 os.append(o_i)
 
+        if commits:
+            stream.put(after, [jnp.where(i < end, write[n], 0) for i, n in zip(index, known, strict=True)], group)
         for j in range(together):
             if verifies:
 
@@ -217,8 +221,6 @@ def _kernel(
                         out[home[j], t] = os[t][j * heads : (j + 1) * heads].astype(out.dtype)
                         new_u[home[j], t] = us[t][j * heads : (j + 1) * heads]
 
-            if commits:
-                stream.put(after[j], jnp.where(index[j] < end, write[known[j]], 0), group)
         return carry
 
     jax.lax.fori_loop(0, pl.cdiv(end - begin, together), some_visits, None)

@@ -59,7 +59,7 @@ def decode_tiles(rows: int, heads: int, state: jnp.dtype, activation: jnp.dtype,
     """
     group = split_heads(heads)
     unit = group * WIDTH * WIDTH * jnp.dtype(state).itemsize
-    together = min(_MOST_ROWS, max(1, _PAIRS[jnp.dtype(state)] // group))
+    together = min(rows, _MOST_ROWS, max(1, _PAIRS[jnp.dtype(state)] // group))
     depth = 4
     while depth * unit < 2 * _IN_FLIGHT or depth < 4 * together:
         depth *= 2
@@ -90,7 +90,7 @@ def speculate_tiles(
     """
     group = split_heads(heads)
     unit = group * WIDTH * WIDTH * jnp.dtype(state).itemsize
-    together = min(_MOST_ROWS, max(1, 32 // group))
+    together = min(rows, _MOST_ROWS, max(1, 32 // group))
     depth = 4
     while depth * unit < 2 * _IN_FLIGHT or depth < 4 * together:
         depth *= 2
