@@ -15,7 +15,6 @@ from pallas_kernels.kda import reference, xla
 from pallas_kernels.kda.records import Commit, Records
 from pallas_kernels.rows import RaggedRows
 
-
 # Modules of the TPU kernels, by op.
 _TPU = {"prefill": "prefill", "decode": "decode", "verify": "verify", "commit": "commit", "commit_verify": "verify"}
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +62,9 @@ def _speculate(op: Any, most: int, heads: int = 32, rows: int = 128) -> Problem:
     each = np.arange(rows, dtype=np.int32)
     ragged = RaggedRows(*(jnp.asarray(a, jnp.int32) for a in (each * most, each * 0 + most, each * 0)))
     kept = (rows, most, heads, WIDTH)
-    records = Records(_single(kept), _activation(kept), _activation(kept))
-    none = np.zeros(rows, np.int32)
-    which = Commit(1 + each % most, slots, slots, none, none)
+    # Shapes alone stand for what the scalars of the kernels do not depend on.
+    records: Any = Records(*cast(Any, (_single(kept), _activation(kept), _activation(kept))))
+    which = Commit(*(jnp.asarray(a, jnp.int32) for a in (1 + each % most, slots, slots, each * 0, each * 0)))
     *tokens, slope, bias = _tokens(rows * most, heads)
     pool, layer = _pool(heads, jnp.float32), np.int32(LAYER)
     state = rows * heads * WIDTH * WIDTH * 4
