@@ -1,0 +1,82 @@
+"""What each chunk of a step has to do, as flat integer arrays for scalar prefetch."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.rows import RaggedRows, max_tiles, tiles
+from pallas_kernels.saves import saves
+
+
+class ChunkPlan(NamedTuple):
+    """M chunks on a grid anchored at absolute positions, n saves in the order of their chunks.
+
+    Attributes:
+      first: [M] packed token of slot 0, may be negative or reach past the end.
+      low, high: [M] slots that are tokens.
+      read: [M] slot of the state to start from (0 for zeros) if the chunk is the first of its row, else -1.
+      save_bounds: [M + 1] saves of chunk m are save_bounds[m] .. save_bounds[m + 1].
+      save_tokens: [n] slots of the chunk that lie before the saved state.
+      save_slot: [n] where it goes.
+      used_and_layer: [2] chunks in use, and the layer of the pool.
+    """
+
+    first: Int32[Array, "M"]
+    low: Int32[Array, "M"]
+    high: Int32[Array, "M"]
+    read: Int32[Array, "M"]
+    save_bounds: Int32[Array, "M1"]
+    save_tokens: Int32[Array, "n"]
+    save_slot: Int32[Array, "n"]
+    used_and_layer: Int32[Array, "2"]
+
+
+def chunk_plan(
+    rows: RaggedRows,
+    count: int,
+    chunk: int,
+    layer: Int32[Array, ""] | int,
+    read: Int32[Array, "R"],
+    write: Int32[Array, "R"],
+    emit_position: Int32[Array, "R E"],
+    emit_slot: Int32[Array, "R E"],
+) -> ChunkPlan:
+    """The plan of a step of `count` packed tokens."""
+    most = max(1, max_tiles(count, read.shape[0], chunk, anchored=True))
+    grid = tiles(rows, chunk, anchored=True, max_tiles=most)
+    index = jnp.arange(most, dtype=jnp.int32)
+    used = index < grid.used
+    begins = used & (index == grid.base[grid.row])
+
+    wanted = saves(rows, write, emit_position, emit_slot)
+    last = wanted.position - 1
+    home = grid.base[wanted.row] + last // chunk - rows.start[wanted.row] // chunk
+    # Absent rows save nothing; what is not wanted goes behind the last chunk.
+    home = jnp.where((wanted.slot != 0) & (rows.length[wanted.row] > 0), home, most)
+    order = jnp.argsort(home)
+    edges = jnp.arange(most + 1, dtype=jnp.int32)
+    bounds = jnp.sum(home[None, :] < edges[:, None], axis=1, dtype=jnp.int32)
+    return ChunkPlan(
+        first=jnp.where(used, grid.first, 0),
+        low=grid.low,
+        high=grid.high,
+        read=jnp.where(begins, read[grid.row], -1),
+        save_bounds=bounds,
+        save_tokens=(last % chunk + 1)[order],
+        save_slot=wanted.slot[order],
+        used_and_layer=jnp.stack([grid.used, jnp.asarray(layer, jnp.int32)]),
+    )
+
+
+def tiled_beta(
+    raw_beta: Float[Array, "T H"], plan: ChunkPlan, chunk: int, group: int
+) -> Float[Array, "groups M C group"]:
+    """beta = sigmoid(raw_beta) cut into chunks and groups of heads, fp32, 0 in slots that are no tokens."""
+    slot = jnp.arange(chunk, dtype=jnp.int32)[None, :]
+    index = jnp.clip(plan.first[:, None] + slot, 0, raw_beta.shape[0] - 1)
+    inside = (slot >= plan.low[:, None]) & (slot < plan.high[:, None])
+    beta = jnp.where(inside[..., None], jax.nn.sigmoid(raw_beta.astype(jnp.float32))[index], 0.0)
+    split = beta.reshape(*beta.shape[:2], -1, group)
+    return jnp.moveaxis(split, 2, 0)

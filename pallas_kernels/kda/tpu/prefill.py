@@ -1,0 +1,523 @@
+"""KDA prefill on a TPU: one kernel for ragged rows, any gate, saves at any offset.
+
+The grid is (groups of heads, steps). Step s prepares chunk s and carries the state through chunk s - 1, which
+are independent, so the compiler can overlap them (`chunk.prepare`, `chunk.advance`); a group of n chunks takes
+n + 1 steps. Inputs and outputs are moved by hand, since chunks lie anywhere on the packed axis. Everything that not every
+chunk needs stands under a predicate before or behind the mathematics, which stay one basic block:
+
+    before: wait for inputs, start the next, move them to slots (`shift`), load or reset the state of a new row
+    behind: merge outputs with the neighbour's rows, write them; saves of states
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.kda.tpu import chunk as chunk_math
+from pallas_kernels.kda.tpu.arithmetic import NEUTRAL_GATE, Arithmetic
+from pallas_kernels.kda.tpu.chunk import CHUNK, WIDTH, Constants, Prepared
+from pallas_kernels.kda.tpu.plan import ChunkPlan, chunk_plan, tiled_beta
+from pallas_kernels.kda.tpu.shift import ALIGN, fill_word, moved_tile, row_mask, tile_rows, words
+from pallas_kernels.kda.tpu.tiles import BUFFERS, WINDOW, heads_per_program
+from pallas_kernels.rows import RaggedRows, tokens
+
+_INPUTS = 4  # q, k, v, raw gate
+_STAGED = 2  # states on their way out
+_SAVE_HEADS = 8  # heads whose masked updates are computed together
+
+
+def in_step(*phases: list[Iterator[Any]]) -> list[list[Any]]:
+    """Run generators to their last value, a stage of all of one phase after a stage of all of another."""
+    last = [[None] * len(phase) for phase in phases]
+    open_phases = list(range(len(phases)))
+    while open_phases:
+        for p in list(open_phases):
+            for i, part in enumerate(phases[p]):
+                try:
+                    last[p][i] = next(part)
+                except StopIteration:
+                    if p in open_phases:
+                        open_phases.remove(p)
+    return last
+
+
+class _Kernel:
+    """The kernel of one group of heads; attributes are its refs and the static facts."""
+
+    def __init__(self, plan, tensors, *, heads: int, arithmetic: Arithmetic, scale: float, rows: int):
+        self.plan, self.heads, self.ar, self.scale, self.rows = plan, heads, arithmetic, scale, rows
+        (
+            *self.hbm, self.beta_a, self.beta_b, self.gate, self.sums, self.level, _, self.out_hbm, self.pool,
+            self.inputs, self.outputs, self.carry, self.state, self.old, self.loaded, self.staged, self.u,
+            self.read, self.kg, self.a_qk, self.m, self.inverse, self.decay,
+            self.in_sem, self.out_sem, self.load_sem, self.save_sem,
+        ) = tensors  # fmt: skip
+        self.group = pl.program_id(0)
+        self.step = pl.program_id(1)
+        self.used = plan.used_and_layer[0]
+        self.layer = plan.used_and_layer[1]
+        # A pair is two heads; the last of an odd number is its own partner and stored once.
+        self.pairs = [(h, min(h + 1, heads - 1)) for h in range(0, heads, 2)]
+
+    # -- where things are
+
+    def columns(self, h: int | jax.Array) -> Any:
+        start = h * WIDTH if isinstance(h, int) else pl.multiple_of(h * WIDTH, WIDTH)
+        return pl.ds(start, WIDTH)
+
+    def group_columns(self) -> Any:
+        return pl.ds(pl.multiple_of(self.group * self.heads * WIDTH, WIDTH), self.heads * WIDTH)
+
+    def slots(self, c: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.plan.first[c], self.plan.low[c], self.plan.high[c]
+
+    # -- inputs
+
+    def window(self, c: jax.Array) -> jax.Array:
+        """First packed row of the window that holds chunk c."""
+        base = jnp.clip(self.plan.first[c] // ALIGN * ALIGN, 0, self.rows - WINDOW)
+        return pl.multiple_of(base, ALIGN)
+
+    def input_copies(self, c: jax.Array) -> list[Any]:
+        where = (pl.ds(self.window(c), WINDOW), self.group_columns())
+        return [
+            pltpu.make_async_copy(x.at[where], self.inputs.at[c % BUFFERS, i], self.in_sem.at[c % BUFFERS])
+            for i, x in enumerate(self.hbm)
+        ]
+
+    def move_inputs(self, c: jax.Array) -> None:
+        """Put the tokens of chunk c into their slots and neutral values into the others."""
+        first, low, high = self.slots(c)
+        at = first - self.window(c)
+
+        @pl.when((at != 0) | (low != 0) | (high != CHUNK))
+        def _():
+            dtype = self.inputs.dtype
+            tall = tile_rows(dtype)
+            count = WINDOW // tall
+
+            def column(h, _):
+                for i in range(_INPUTS):
+                    ref = self.inputs.at[c % BUFFERS, i]
+                    fill = fill_word(NEUTRAL_GATE if i == 3 else 0.0, dtype)
+
+                    def load(tile, ref=ref):
+                        return words(ref[pl.ds(pl.multiple_of(tile * tall, tall), tall), self.columns(h)])
+
+                    moved = [moved_tile(load, count, at + j * tall, dtype) for j in range(CHUNK // tall)]
+                    for j, x in enumerate(moved):
+                        mask = row_mask(low - j * tall, high - j * tall, WIDTH, dtype)
+                        x = (x & mask) | (jnp.full_like(x, fill) & ~mask)
+                        ref[pl.ds(j * tall, tall), self.columns(h)] = pltpu.bitcast(x, dtype)
+                return 0
+
+            lax.fori_loop(0, self.heads, column, 0)
+
+    # -- outputs
+
+    def output_blocks(self, c: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First packed row, and number, of the aligned blocks that chunk c reaches into."""
+        first, low, high = self.slots(c)
+        begin = (first + low) // ALIGN * ALIGN
+        return pl.multiple_of(begin, ALIGN), (first + high - begin + ALIGN - 1) // ALIGN
+
+    def for_output_copies(self, c: jax.Array, do: Any) -> None:
+        """`do` each copy of the outputs of chunk c: one where it fills aligned blocks, else one a block."""
+        begin, blocks = self.output_blocks(c)
+        buffer, semaphore = self.outputs.at[c % 2], self.out_sem.at[c % 2]
+        whole = blocks == CHUNK // ALIGN
+
+        def copy(at: Any, rows: int) -> Any:
+            target = self.out_hbm.at[pl.ds(pl.multiple_of(begin + at, ALIGN), rows), self.group_columns()]
+            source = buffer.at[pl.ds(at if isinstance(at, int) else pl.multiple_of(at, ALIGN), rows)]
+            return pltpu.make_async_copy(source, target, semaphore)
+
+        @pl.when(whole)
+        def _():
+            do(copy(0, CHUNK))
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            def block(i, _):
+                do(copy(i * ALIGN, ALIGN))
+                return 0
+
+            lax.fori_loop(0, blocks, block, 0)
+
+    def move_outputs(self, c: jax.Array) -> None:
+        """Put slots of chunk c onto their packed rows, beside rows of the block that came before."""
+        first, low, high = self.slots(c)
+        begin, _ = self.output_blocks(c)
+
+        @pl.when((first != begin) | (low != 0) | (high != CHUNK))
+        def _():
+            dtype = self.outputs.dtype
+            tall = tile_rows(dtype)
+            ref = self.outputs.at[c % 2]
+            last = (first + high) // ALIGN * ALIGN - begin  # the block that the next chunk may share
+
+            def column(h, _):
+                def load(tile):
+                    return words(ref[pl.ds(pl.multiple_of(tile * tall, tall), tall), self.columns(h)])
+
+                moved = [
+                    moved_tile(load, CHUNK // tall, begin - first + j * tall, dtype) for j in range(WINDOW // tall)
+                ]
+                for j, x in enumerate(moved):
+                    at = first - begin - j * tall
+                    if j < ALIGN // tall:
+                        mask = row_mask(at + low, at + high, WIDTH, dtype)
+                        before = words(self.carry[j * tall : (j + 1) * tall, self.columns(h)])
+                        x = (x & mask) | (before & ~mask)
+                    ref[j * tall : (j + 1) * tall, self.columns(h)] = pltpu.bitcast(x, dtype)
+                last_block = pl.ds(pl.multiple_of(jnp.minimum(last, WINDOW - ALIGN), ALIGN), ALIGN)
+                self.carry[:, self.columns(h)] = ref[last_block, self.columns(h)]
+                return 0
+
+            lax.fori_loop(0, self.heads, column, 0)
+
+    # -- states
+
+    def pool_at(self, slot: jax.Array) -> Any:
+        return self.pool.at[self.layer, slot, pl.ds(self.group * self.heads, self.heads)]
+
+    def load_copy(self, c: jax.Array) -> Any:
+        return pltpu.make_async_copy(self.pool_at(self.plan.read[c]), self.loaded, self.load_sem)
+
+    def begin_row(self, c: jax.Array) -> None:
+        """The state that chunk c starts from, if it is the first of its row."""
+        slot = self.plan.read[c]
+
+        @pl.when(slot > 0)
+        def _():
+            self.load_copy(c).wait()
+            self.state[...] = self.loaded[...].astype(jnp.float32)
+
+        @pl.when(slot == 0)
+        def _():
+            self.state[...] = jnp.zeros(self.state.shape, jnp.float32)
+
+    def inner_saves(self, c: jax.Array) -> jax.Array:
+        """Whether a state inside chunk c is to be saved. Saves of a chunk that lie at its end come last or first,
+        but those inside are few, so each is looked at."""
+
+        def inside(j, found):
+            return found | (self.plan.save_tokens[j] < self.plan.high[c]).astype(jnp.int32)
+
+        return lax.fori_loop(self.plan.save_bounds[c], self.plan.save_bounds[c + 1], inside, 0) > 0
+
+    def save_copy(self, j: jax.Array) -> Any:
+        """Copy of save j; each is started once and waited for once, two later or at the end."""
+        return pltpu.make_async_copy(
+            self.staged.at[j % _STAGED], self.pool_at(self.plan.save_slot[j]), self.save_sem.at[j % _STAGED]
+        )
+
+    def save(self, c: jax.Array) -> None:
+        def one(j, _):
+            @pl.when(j >= _STAGED)
+            def _():
+                self.save_copy(j - _STAGED).wait()
+
+            at_end = self.plan.save_tokens[j] >= self.plan.high[c]
+
+            @pl.when(at_end)
+            def _():
+                self.staged[j % _STAGED] = self.state[...].astype(self.staged.dtype)
+
+            @pl.when(jnp.logical_not(at_end))
+            def _():
+                self.stage_inner(c, j)
+
+            self.save_copy(j).start()
+            return 0
+
+        lax.fori_loop(self.plan.save_bounds[c], self.plan.save_bounds[c + 1], one, 0)
+
+    def stage_inner(self, c: jax.Array, j: jax.Array) -> None:
+        """State after some tokens of chunk c: S_b = diag(exp G_b) S + (k exp(G_b - G))^T u over rows up to b.
+
+        u of a row does not depend on later rows. Gates and keys are recomputed from the inputs, which are still there.
+        """
+        ar, count = self.ar, self.plan.save_tokens[j]
+        row = lax.broadcasted_iota(jnp.int32, (CHUNK + 8, CHUNK), 0)
+        column = lax.broadcasted_iota(jnp.int32, (CHUNK + 8, CHUNK), 1)
+        # Behind each row up to b; below, from the first row on: the whole decay.
+        mask = jnp.where((column < count) & ((column > row) | (row >= CHUNK)), 1.0, 0.0)
+        mask = ar.round(mask if ar.exact else jnp.concatenate([mask, mask], axis=1))
+        kept = lax.broadcasted_iota(jnp.int32, (CHUNK, WIDTH), 0) < count
+        together = min(_SAVE_HEADS, self.heads)
+        while self.heads % together:
+            together -= 1
+
+        def some(i, _):
+            heads = [i * together + h for h in range(together)]
+            raw = [self.inputs[c % BUFFERS, 3, 0:CHUNK, self.columns(h)] for h in heads]
+            gate = [self.gate[:, self.columns(h)] for h in heads]
+            g = [ar.log_decay(r, x[0:1], x[1:2]) for r, x in zip(raw, gate, strict=True)]
+            decay = [ar.exp(ar.dot(mask, ar.parts(x))) for x in g]
+            k = [chunk_math.normalise(self.inputs[c % BUFFERS, 1, 0:CHUNK, self.columns(h)]) for h in heads]
+            k = [ar.round(jnp.where(kept, x * d[:CHUNK], 0.0)) for x, d in zip(k, decay, strict=True)]
+            added = [ar.dot(x.T, self.u[:, self.columns(h)]) for x, h in zip(k, heads, strict=True)]
+            for h, d, x in zip(heads, decay, added, strict=True):
+                whole = jnp.broadcast_to(d[CHUNK : CHUNK + 1], (WIDTH, WIDTH)).T
+                self.staged[j % _STAGED, h] = (whole * self.old[h] + x).astype(self.staged.dtype)
+            return 0
+
+        lax.fori_loop(0, self.heads // together, some, 0)
+
+    # -- mathematics
+
+    def prepare(self, p: int) -> Iterator[None]:
+        """Chunk `step` of pair p, into VMEM."""
+        buffer, pair = self.step % BUFFERS, self.pairs[p]
+
+        def tensor(i):
+            return [self.inputs[buffer, i, 0:CHUNK, self.columns(h)] for h in pair]
+
+        x = None
+        stages = chunk_math.prepare(
+            tensor(0), tensor(1), tensor(3), [self.gate[:, self.columns(h)] for h in pair],
+            [self.beta_a[0, 0, :, h : h + 1] for h in pair], Constants(self.sums[...], self.level[...]),
+            self.ar, self.scale,
+        )  # fmt: skip
+        for x in stages:
+            yield None
+        assert x is not None
+        self.read[2 * p], self.read[2 * p + 1] = x.read
+        self.kg[p], self.a_qk[p], self.m[p], self.inverse[p] = x.kg, x.a_qk, x.m, x.inverse
+        self.decay[p, 0:2] = x.decay
+
+    def advance(self, p: int) -> Iterator[None]:
+        """Chunk `step` - 1 of pair p, from VMEM."""
+        c, pair = self.step - 1, self.pairs[p]
+        buffer = (self.step + BUFFERS - 1) % BUFFERS
+        prepared = Prepared(
+            (self.read[2 * p], self.read[2 * p + 1]), self.kg[p], self.a_qk[p], self.m[p], self.inverse[p],
+            self.decay[p, 0:2],
+        )  # fmt: skip
+        result = None
+        stages = chunk_math.advance(
+            prepared, [self.inputs[buffer, 2, 0:CHUNK, self.columns(h)] for h in pair],
+            [self.beta_b[0, 0, :, h : h + 1] for h in pair], [self.state[h] for h in pair], self.ar,
+        )  # fmt: skip
+        for result in stages:
+            yield None
+        assert result is not None
+        out, after, u = result
+        for i, h in enumerate(dict.fromkeys(pair)):
+            self.outputs[(c + 2) % 2, 0:CHUNK, self.columns(h)] = out[i].astype(self.outputs.dtype)
+            self.state[h] = after[i]
+            self.u[:, self.columns(h)] = u[:, i * WIDTH : (i + 1) * WIDTH]
+
+    def run(self) -> None:
+        s, used = self.step, self.used
+        carried = s > 0
+
+        @pl.when(s < used)
+        def _():
+            @pl.when(s == 0)
+            def _():
+                for copy in self.input_copies(s):
+                    copy.start()
+
+            for copy in self.input_copies(s):
+                copy.wait()
+
+            @pl.when(s + 1 < used)
+            def _():
+                for copy in self.input_copies(s + 1):
+                    copy.start()
+
+            self.move_inputs(s)
+
+        @pl.when(carried)
+        def _():
+            self.begin_row(s - 1)
+
+            @pl.when(self.inner_saves(s - 1))
+            def _():
+                self.old[...] = self.state[...]
+
+        @pl.when(s < used)
+        def _():
+            @pl.when(self.plan.read[s] > 0)
+            def _():
+                self.load_copy(s).start()
+
+        pairs = range(len(self.pairs))
+        in_step([self.advance(p) for p in pairs], [self.prepare(p) for p in pairs])
+
+        @pl.when(carried)
+        def _():
+            @pl.when(s > 1)
+            def _():
+                self.for_output_copies(s - 2, lambda copy: copy.wait())
+
+            self.move_outputs(s - 1)
+            self.for_output_copies(s - 1, lambda copy: copy.start())
+            self.save(s - 1)
+
+        @pl.when(carried & (s == used))
+        def _():
+            self.for_output_copies(s - 1, lambda copy: copy.wait())
+            saves = self.plan.save_bounds[used]
+
+            def finish(j, _):
+                self.save_copy(j).wait()
+                return 0
+
+            lax.fori_loop(jnp.maximum(saves - _STAGED, 0), saves, finish, 0)
+
+
+def _kernel(*refs, heads: int, arithmetic: Arithmetic, scale: float, rows: int) -> None:
+    fields = len(ChunkPlan._fields)
+    kernel = _Kernel(
+        ChunkPlan(*refs[:fields]), refs[fields:], heads=heads, arithmetic=arithmetic, scale=scale, rows=rows
+    )
+
+    @pl.when((kernel.step <= kernel.used) & (kernel.used > 0))
+    def _():
+        kernel.run()
+
+
+def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dtype, interpret, name):
+    """The kernel on [rows, H K] tensors and a pool of K = V = 128."""
+    rows, total = tensors[0].shape[0], states.shape[2]
+    chunks = plan.first.shape[0]
+    pairs = (heads + 1) // 2
+    operand = arithmetic.dtype
+    sums = jnp.asarray(chunk_math.sum_matrix(arithmetic), operand)
+    level = jnp.asarray(chunk_math.level_map())
+    width = heads * WIDTH
+
+    def beta_block(lag):
+        def index(g, s, *_):
+            return g, jnp.clip(s - lag, 0, chunks - 1), 0, 0
+
+        return pl.BlockSpec((1, 1, CHUNK, heads), index)
+
+    def constant(x):
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    vmem = pltpu.VMEM
+    state = (heads, WIDTH, WIDTH)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(plan),
+        grid=(total // heads, chunks + 1),
+        in_specs=[
+            *[hbm] * _INPUTS,
+            beta_block(0),
+            beta_block(1),
+            pl.BlockSpec((2, width), lambda g, *_: (0, g)),
+            constant(sums),
+            constant(level),
+            hbm,
+        ],
+        out_specs=[hbm, hbm],
+        scratch_shapes=[
+            vmem((BUFFERS, _INPUTS, WINDOW, width), tensors[0].dtype),
+            vmem((2, WINDOW, width), out_dtype),
+            vmem((ALIGN, width), out_dtype),
+            vmem(state, jnp.float32),
+            vmem(state, jnp.float32),
+            vmem(state, states.dtype),
+            vmem((_STAGED, *state), states.dtype),
+            vmem((CHUNK, width), operand),
+            vmem((2 * pairs, 2 * CHUNK, WIDTH), operand),
+            vmem((pairs, 2 * CHUNK, WIDTH), operand),
+            vmem((pairs, CHUNK, 2 * CHUNK), operand),
+            vmem((pairs, CHUNK, 2 * CHUNK), operand),
+            vmem((pairs, 16, 2 * CHUNK), jnp.float32),
+            vmem((pairs, 8, WIDTH), jnp.float32),
+            pltpu.SemaphoreType.DMA((BUFFERS,)),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA(()),
+            pltpu.SemaphoreType.DMA((_STAGED,)),
+        ],
+    )
+    operands = (*plan, *tensors, beta, beta, gate, sums, level, states)
+    return pl.pallas_call(
+        functools.partial(_kernel, heads=heads, arithmetic=arithmetic, scale=scale, rows=rows),
+        out_shape=[jax.ShapeDtypeStruct((rows, total * WIDTH), out_dtype), jax.ShapeDtypeStruct(states.shape, states.dtype)],
+        grid_spec=grid_spec,
+        input_output_aliases={len(operands) - 1: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=60 << 20, disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+
+
+def prefill(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    raw_gate: Float[Array, "T H K"],
+    raw_beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    states: Float[Array, "layers S H K V"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    read: Int32[Array, "R"],
+    write: Int32[Array, "R"],
+    emit_position: Int32[Array, "R E"],
+    emit_slot: Int32[Array, "R E"],
+    *,
+    lower_bound: float | None,
+    chunk: int,
+    interpret: Any = False,
+    name: str = "kda_prefill",
+) -> tuple[Float[Array, "T H V"], Float[Array, "layers S H K V"]]:
+    """See `kda.api.kda_prefill`. bf16 q, k, v, raw gate take bf16 products; any in fp32 makes all of it fp32.
+
+    Keys and values narrower than 128 are padded with zeros, which is exact but copies the pool.
+
+    Args:
+      chunk: 64.
+      interpret: passed on to `pallas_call`, for tests without a TPU.
+      name: of the kernel, for profiles.
+
+    Raises:
+      ValueError: a width over 128, another chunk, a pool that is neither fp32 nor bf16, or a head that does not fit.
+    """
+    count, heads, key = q.shape
+    value = v.shape[-1]
+    if chunk != CHUNK:
+        raise ValueError(f"kda_prefill on TPU: chunk is {CHUNK}, got {chunk}")
+    if max(key, value) > WIDTH:
+        raise ValueError(f"kda_prefill on TPU: key and value width up to {WIDTH}, got {key} and {value}")
+    if states.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"kda_prefill on TPU: states in float32 or bfloat16, got {states.dtype}")
+    inputs = (q, k, v, raw_gate)
+    exact = any(x.dtype != jnp.bfloat16 for x in inputs)
+    arithmetic = Arithmetic(exact, lower_bound)
+    dtype = jnp.dtype(jnp.float32 if exact else jnp.bfloat16)
+    group = heads_per_program(heads, dtype, dtype, states.dtype, exact)
+
+    rows_padded = max(WINDOW, -(-count // ALIGN) * ALIGN)
+
+    def packed(x):
+        x = jnp.pad(x.astype(dtype), ((0, rows_padded - count), (0, 0), (0, WIDTH - x.shape[-1])))
+        return x.reshape(rows_padded, heads * WIDTH)
+
+    plan = chunk_plan(rows, count, CHUNK, layer, read, write, emit_position, emit_slot)
+    gate = arithmetic.gate_constants(a_log, jnp.pad(dt_bias, ((0, 0), (0, WIDTH - key))))
+    pool = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, WIDTH - key), (0, WIDTH - value)))
+    out, pool = _call(
+        plan, [packed(x) for x in inputs], tiled_beta(raw_beta, plan, CHUNK, group),
+        gate.reshape(2, heads * WIDTH), pool, heads=group, arithmetic=arithmetic, scale=key**-0.5,
+        out_dtype=dtype, interpret=interpret, name=name,
+    )  # fmt: skip
+    valid = tokens(rows, count).valid[:, None, None]
+    out = jnp.where(valid, out[:count].reshape(count, heads, WIDTH)[..., :value], 0)
+    return out.astype(v.dtype), pool[..., :key, :value]
