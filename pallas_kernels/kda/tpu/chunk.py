@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda.tpu.arithmetic import Arithmetic
 
@@ -90,10 +91,12 @@ def _stack(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.concatenate(rows, axis=0)
 
 
-def _split(pair: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Left and right half of the lanes, the other half zero."""
-    left = _lanes(pair.shape[0]) < CHUNK
-    return jnp.where(left, pair, 0.0), jnp.where(left, 0.0, pair)
+def _keep(x: jax.Array, first: int, lanes: int) -> jax.Array:
+    """Operand x with all but some lanes zero. On words, so that packed rows need not be unpacked."""
+    bits = pltpu.bitcast(x, jnp.int32)
+    lane = _lanes(bits.shape[0])
+    inside = (lane >= first) & (lane < first + lanes)
+    return pltpu.bitcast(jnp.where(inside, bits, 0), x.dtype)
 
 
 def _eights(x: jax.Array) -> list[jax.Array]:
@@ -139,7 +142,22 @@ def _product(x: list[jax.Array]) -> jax.Array:
 
 def _later(x: jax.Array, n: int) -> jax.Array:
     """Rows of the odd blocks of n, in order."""
-    return jnp.concatenate([x[at : at + n] for at in range(n, x.shape[0], 2 * n)], axis=0)
+    if n % 16 == 0 or x.dtype.itemsize == 4:
+        return jnp.concatenate([x[at : at + n] for at in range(n, x.shape[0], 2 * n)], axis=0)
+    # Eights of a packed array are half registers: join the lower halves of neighbours.
+    words = pltpu.bitcast(x, jnp.int32)
+    low = lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) < 4
+    joined = [
+        jnp.where(low, pltpu.roll(words[at : at + 8], 4, 0), words[at + 8 : at + 16])
+        for at in range(0, words.shape[0], 16)
+    ]
+    return pltpu.bitcast(jnp.concatenate(joined, axis=0), x.dtype)
+
+
+def _earlier(x: jax.Array, n: int) -> jax.Array:
+    """x with the rows of the odd blocks of n zero, n a multiple of 16."""
+    zero = jnp.zeros_like(x[:n])
+    return jnp.concatenate([x[at : at + n] if at // n % 2 == 0 else zero for at in range(0, x.shape[0], n)], axis=0)
 
 
 def _place(later: jax.Array, n: int) -> list[jax.Array | None]:
@@ -152,14 +170,14 @@ def _place(later: jax.Array, n: int) -> list[jax.Array | None]:
     return out
 
 
-def _normalised(x: jax.Array, scale: float) -> jax.Array:
-    x = x.astype(jnp.float32)
-    return x * (lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6) * scale)
+def _inverse_norm(x: jax.Array) -> jax.Array:
+    return lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6)
 
 
 def normalise(x: jax.Array) -> jax.Array:
     """Rows over their L2 norm, fp32."""
-    return _normalised(x, 1.0)
+    x = x.astype(jnp.float32)
+    return x * _inverse_norm(x)
 
 
 def prepare(
@@ -189,9 +207,14 @@ def prepare(
     yield None
     sums = ar.dot(constants.sums, parts)
     yield None
-    q_f = [_normalised(x, scale) for x in q]
-    k_f = [_normalised(x, 1.0) for x in k]
-    q_n, k_n = [ar.round(x) for x in q_f], [ar.round(x) for x in k_f]
+    q_n, k_n, own = [], [], []
+    for q_h, k_h in zip(q, k, strict=True):
+        q_f, k_f = q_h.astype(jnp.float32), k_h.astype(jnp.float32)
+        q_scale, k_scale = _inverse_norm(q_f) * scale, _inverse_norm(k_f)
+        q_n.append(ar.round(q_f * q_scale))
+        k_n.append(ar.round(k_f * k_scale))
+        if not ar.midpoint:
+            own.append(jnp.sum(q_f * k_f, axis=1, keepdims=True) * (q_scale * k_scale))
     yield None
 
     def head(rows: int, h: int) -> jax.Array:
@@ -210,18 +233,23 @@ def prepare(
 
     def scores(left: list[jax.Array], right: list[jax.Array], n: int = 0) -> tuple[jax.Array, jax.Array]:
         """q k^T and k k^T [C, 2C] with decayed rows on both sides; for n only rows of later blocks of n."""
-        rows = []
-        for x in (q_n, k_n):
-            y = [ar.round(_later(x_h.astype(jnp.float32), n)) if n else x_h for x_h in x]
-            rows.append(jnp.concatenate([y_h * d_h for y_h, d_h in zip(y, left, strict=True)], axis=1))
-        keys = _stack(k_n[0] * right[0], k_n[1] * right[1])
-        out = ar.dot(jnp.concatenate(rows, axis=0), keys, transposed=True)
+        if n % 16 == 0 and n:
+            left = [_later(x, n) for x in left]
+            rows = [[_later(x_h, n) * d_h for x_h, d_h in zip(x, left, strict=True)] for x in (q_n, k_n)]
+        else:
+            rows = [[x_h * d_h for x_h, d_h in zip(x, left, strict=True)] for x in (q_n, k_n)]
+            rows = [[_later(x_h, n) for x_h in x] if n else x for x in rows]
+        keys = [k_n[h] * right[h] for h in range(2)]
+        if n % 16 == 0 and n:
+            keys = [_earlier(x, n) for x in keys]
+        pair = jnp.concatenate([jnp.concatenate(x, axis=1) for x in rows], axis=0)
+        out = ar.dot(pair, _stack(keys[0], keys[1]), transposed=True)
         half = out.shape[0] // 2
         return out[:half], out[half:]
 
     def late_scores(which: str, n: int) -> tuple[jax.Array, jax.Array]:
-        d = [getattr(x, which) for x in decays]
-        return scores([ar.round(_later(x, n)) for x in d], [ar.round(x) for x in d], n)
+        d = [ar.round(getattr(x, which)) for x in decays]
+        return scores(d, d, n)
 
     # Levels 32 and 16: M of these takes part in merges only.
     a_qk = [jnp.zeros((8, 2 * CHUNK), jnp.float32)] * 8
@@ -233,18 +261,20 @@ def prepare(
             if x is not None:
                 into[b] = jnp.where(mask(level[8 * b : 8 * b + 8]), x, into[b])
 
-    merges = []
-    for which, n, number in (("thirtytwo", 32, 5), ("sixteen", 16, 4)):
-        s_q, s_k = late_scores(which, n)
-        yield None
-        take(a_qk, _place(s_q, n), lambda x, number=number: x == number)
-        below = jnp.where(_later(level, n) == number, s_k * _later(beta_pair, n), 0.0)
-        merges.append(ar.round(below))
+    s_q, s_k = late_scores("thirtytwo", 32)
+    yield None
+    # Keys of later rows were left out, so the rest of these rows is zero.
+    a_qk[4:] = _eights(s_q)
+    below_32 = ar.round(s_k * beta_pair[32:])
+    s_q, s_k = late_scores("sixteen", 16)
+    yield None
+    take(a_qk, _place(s_q, 16), lambda x: x == 4)
+    below_16 = ar.round(jnp.where(_later(level, 16) == 4, s_k * _later(beta_pair, 16), 0.0))
     if ar.midpoint:
         # Referenced to the edge between the two eights of a 16-block.
         left, right = [], []
         for h in range(2):
-            x = _eights(jnp.concatenate([head(0, h)], axis=0)), _eights(jnp.concatenate([head(1, h)], axis=0))
+            x = _eights(head(0, h)), _eights(head(1, h))
             against = [ar.exp(-x[b % 2 == 0][b]) for b in range(8)]
             along = [_eights(up_to[h] if b % 2 else behind[h])[b] for b in range(8)]
             left.append(ar.round(jnp.concatenate([along[b] if b % 2 else against[b] for b in range(8)], axis=0)))
@@ -268,7 +298,6 @@ def prepare(
             yield None
             take(a_qk, list(_eights(s_q)), lambda x, number=number: x == number)
             take(m, list(_eights(s_k)), lambda x, number=number: x == number)
-        own = [jnp.sum(q_n[h].astype(jnp.float32) * k_n[h].astype(jnp.float32), axis=1, keepdims=True) for h in (0, 1)]
         own_pair = jnp.where(_lanes(CHUNK) < CHUNK, own[0], own[1])
         take(a_qk, list(_eights(own_pair)), lambda x: x == _DIAGONAL)
     m = [x * b for x, b in zip(m, _eights(beta_pair), strict=True)]
@@ -290,7 +319,7 @@ def prepare(
         read=(read[0], read[1]),
         kg=kg,
         a_qk=ar.round(jnp.concatenate(a_qk, axis=0)),
-        m=jnp.concatenate([merges[1], merges[0]], axis=0),
+        m=jnp.concatenate([below_16, below_32], axis=0),
         inverse=jnp.concatenate(inverse, axis=0),
         decay=decay,
     )
@@ -329,28 +358,32 @@ def advance(
       None between stages, at last outputs [C, V] of each head, states [K, V] of each head, and u [C, 2 V].
     """
     ar = arithmetic
-    block = _lanes(_BLOCK) % CHUNK // _BLOCK
-    own = [jnp.where(block == b, x.inverse, 0.0) for b in range(4)]  # rows of each 16-block, both heads
-    zero = jnp.zeros_like(own[0])
+    folded = ar.round(x.inverse)
+    zero = jnp.zeros_like(folded)
 
     def diagonal(rows: list[jax.Array]) -> jax.Array:
-        """Pair matrix, given by its 16-blocks of rows, as a block diagonal right-hand side [2C, 2C]."""
-        halves = [_split(r) if r is not zero else (zero, zero) for r in rows]
-        return ar.round(jnp.concatenate([h[side] for side in range(2) for h in halves], axis=0))
+        """A block diagonal right-hand side [2C, 2C] from the 16-blocks of rows of a pair matrix."""
+        halves = [r if r is zero else _keep(r, h * CHUNK, CHUNK) for h in range(2) for r in rows]
+        return jnp.concatenate(halves, axis=0)
 
+    # Single 16-blocks [16, 2C] of each head: as right-hand side, and side by side as left one.
+    singles = [_keep(folded, h * CHUNK + b * _BLOCK, _BLOCK) for h in range(2) for b in range(4)]
+    own = [singles[b] + singles[4 + b] for b in range(4)]
     read = [ar.dot(x.read[h], ar.round(state[h])) for h in range(2)]
-    y = ar.dot(x.m[:32], diagonal(own))
+    y = ar.round(ar.dot(x.m[:32], jnp.concatenate(singles, axis=0)))
     yield None
-    z = ar.dot(ar.round(jnp.concatenate([own[1], own[3]], axis=0)), diagonal([zero, y[:16], zero, y[16:]]))
+    z = ar.dot(jnp.concatenate([own[1], own[3]], axis=0), diagonal([zero, y[:16], zero, y[16:]]))
     yield None
+    z = ar.round(z)
     inverse = [own[0], own[1] - z[:16], own[2], own[3] - z[16:]]
-    y = ar.dot(x.m[32:], diagonal([inverse[0], inverse[1], zero, zero]))
+    y = ar.round(ar.dot(x.m[32:], diagonal([inverse[0], inverse[1], zero, zero])))
     yield None
-    z = ar.dot(ar.round(jnp.concatenate(inverse[2:], axis=0)), diagonal([zero, zero, y[:16], y[16:]]))
+    z = ar.dot(jnp.concatenate(inverse[2:], axis=0), diagonal([zero, zero, y[:16], y[16:]]))
     yield None
+    z = ar.round(z)
     inverse[2:] = [inverse[2] - z[:16], inverse[3] - z[16:]]
     right = [ar.round(beta[h] * (v[h].astype(jnp.float32) - read[h][:CHUNK])) for h in range(2)]
-    u = ar.round(ar.dot(ar.round(jnp.concatenate(inverse, axis=0)), _stack(right[0], right[1])))
+    u = ar.round(ar.dot(jnp.concatenate(inverse, axis=0), _stack(right[0], right[1])))
     yield None
     left = jnp.concatenate([x.a_qk, x.kg.T], axis=0)
     both = ar.dot(left, _stack(u[:, :WIDTH], u[:, WIDTH:]))

@@ -13,6 +13,8 @@ from pallas_kernels.saves import saves
 class ChunkPlan(NamedTuple):
     """M chunks on a grid anchored at absolute positions, n saves in the order of their chunks.
 
+    The chunk behind the last one in use is a full dummy, so that a kernel may run a step over.
+
     Attributes:
       first: [M] packed token of slot 0, may be negative or reach past the end.
       low, high: [M] slots that are tokens.
@@ -20,6 +22,7 @@ class ChunkPlan(NamedTuple):
       save_bounds: [M + 1] saves of chunk m are save_bounds[m] .. save_bounds[m + 1].
       save_tokens: [n] slots of the chunk that lie before the saved state.
       save_slot: [n] where it goes.
+      inner: [M] 1 if a save of the chunk lies before its end.
       used_and_layer: [2] chunks in use, and the layer of the pool.
     """
 
@@ -30,6 +33,7 @@ class ChunkPlan(NamedTuple):
     save_bounds: Int32[Array, "M1"]
     save_tokens: Int32[Array, "n"]
     save_slot: Int32[Array, "n"]
+    inner: Int32[Array, "M"]
     used_and_layer: Int32[Array, "2"]
 
 
@@ -44,7 +48,7 @@ def chunk_plan(
     emit_slot: Int32[Array, "R E"],
 ) -> ChunkPlan:
     """The plan of a step of `count` packed tokens."""
-    most = max(1, max_tiles(count, read.shape[0], chunk, anchored=True))
+    most = max_tiles(count, read.shape[0], chunk, anchored=True) + 1
     grid = tiles(rows, chunk, anchored=True, max_tiles=most)
     index = jnp.arange(most, dtype=jnp.int32)
     used = index < grid.used
@@ -58,14 +62,18 @@ def chunk_plan(
     order = jnp.argsort(home)
     edges = jnp.arange(most + 1, dtype=jnp.int32)
     bounds = jnp.sum(home[None, :] < edges[:, None], axis=1, dtype=jnp.int32)
+    covered = last % chunk + 1
+    here = home[None, :] == index[:, None]
+    inner = jnp.any(here & (covered[None, :] < grid.high[:, None]), axis=1)
     return ChunkPlan(
         first=jnp.where(used, grid.first, 0),
         low=grid.low,
-        high=grid.high,
+        high=jnp.where(used, grid.high, chunk),
         read=jnp.where(begins, read[grid.row], -1),
         save_bounds=bounds,
-        save_tokens=(last % chunk + 1)[order],
+        save_tokens=covered[order],
         save_slot=wanted.slot[order],
+        inner=inner.astype(jnp.int32),
         used_and_layer=jnp.stack([grid.used, jnp.asarray(layer, jnp.int32)]),
     )
 

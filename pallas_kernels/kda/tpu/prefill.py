@@ -30,22 +30,20 @@ from pallas_kernels.rows import RaggedRows, tokens
 
 _INPUTS = 4  # q, k, v, raw gate
 _STAGED = 2  # states on their way out
+_STAGES = 32  # more than either phase has
 _SAVE_HEADS = 8  # heads whose masked updates are computed together
 
 
-def in_step(*phases: list[Iterator[Any]]) -> list[list[Any]]:
-    """Run generators to their last value, a stage of all of one phase after a stage of all of another."""
-    last = [[None] * len(phase) for phase in phases]
-    open_phases = list(range(len(phases)))
-    while open_phases:
-        for p in list(open_phases):
-            for i, part in enumerate(phases[p]):
-                try:
-                    last[p][i] = next(part)
-                except StopIteration:
-                    if p in open_phases:
-                        open_phases.remove(p)
-    return last
+def run_staggered(prepare: list[Iterator[None]], advance: list[Iterator[None]]) -> None:
+    """Emit all stages of both phases, in the order that lets the compiler overlap them.
+
+    At time t pair p is at stage t - p of `prepare` and stage (t - p / 2) / 1.5 of `advance`: neighbouring pairs are
+    then in different stages, which use different units. The order was found by replaying compiled schedules.
+    """
+    events = [(t + p, 1, p) for p in range(len(prepare)) for t in range(_STAGES)]
+    events += [(1.5 * t + 0.5 * p, 0, p) for p in range(len(advance)) for t in range(_STAGES)]
+    for _, phase, p in sorted(events):
+        next((advance, prepare)[phase][p], None)
 
 
 class _Kernel:
@@ -54,8 +52,8 @@ class _Kernel:
     def __init__(self, plan, tensors, *, heads: int, arithmetic: Arithmetic, scale: float, rows: int):
         self.plan, self.heads, self.ar, self.scale, self.rows = plan, heads, arithmetic, scale, rows
         (
-            *self.hbm, self.beta_a, self.beta_b, self.gate, self.sums, self.level, _, self.out_hbm, self.pool,
-            self.inputs, self.outputs, self.carry, self.state, self.old, self.loaded, self.staged, self.u,
+            *self.hbm, self.beta_hbm, self.gate, self.sums, self.level, _, self.out_hbm, self.pool,
+            self.inputs, self.beta, self.outputs, self.carry, self.state, self.old, self.loaded, self.staged, self.u,
             self.read, self.kg, self.a_qk, self.m, self.inverse, self.decay,
             self.in_sem, self.out_sem, self.load_sem, self.save_sem,
         ) = tensors  # fmt: skip
@@ -85,12 +83,18 @@ class _Kernel:
         base = jnp.clip(self.plan.first[c] // ALIGN * ALIGN, 0, self.rows - WINDOW)
         return pl.multiple_of(base, ALIGN)
 
-    def input_copies(self, c: jax.Array) -> list[Any]:
+    def start_inputs(self, c: jax.Array) -> None:
         where = (pl.ds(self.window(c), WINDOW), self.group_columns())
-        return [
-            pltpu.make_async_copy(x.at[where], self.inputs.at[c % BUFFERS, i], self.in_sem.at[c % BUFFERS])
-            for i, x in enumerate(self.hbm)
-        ]
+        buffer = c % BUFFERS
+        for i, x in enumerate(self.hbm):
+            pltpu.make_async_copy(x.at[where], self.inputs.at[buffer, i], self.in_sem.at[0, buffer]).start()
+        pltpu.make_async_copy(self.beta_hbm.at[self.group, c], self.beta.at[buffer], self.in_sem.at[1, buffer]).start()
+
+    def wait_inputs(self, c: jax.Array) -> None:
+        """One wait for the bytes of all four windows, one for beta."""
+        for i, ref in enumerate((self.inputs, self.beta)):
+            whole = ref.at[c % BUFFERS]
+            pltpu.make_async_copy(whole, whole, self.in_sem.at[i, c % BUFFERS]).wait()
 
     def move_inputs(self, c: jax.Array) -> None:
         """Put the tokens of chunk c into their slots and neutral values into the others."""
@@ -204,15 +208,6 @@ class _Kernel:
         def _():
             self.state[...] = jnp.zeros(self.state.shape, jnp.float32)
 
-    def inner_saves(self, c: jax.Array) -> jax.Array:
-        """Whether a state inside chunk c is to be saved. Saves of a chunk that lie at its end come last or first,
-        but those inside are few, so each is looked at."""
-
-        def inside(j, found):
-            return found | (self.plan.save_tokens[j] < self.plan.high[c]).astype(jnp.int32)
-
-        return lax.fori_loop(self.plan.save_bounds[c], self.plan.save_bounds[c + 1], inside, 0) > 0
-
     def save_copy(self, j: jax.Array) -> Any:
         """Copy of save j; each is started once and waited for once, two later or at the end."""
         return pltpu.make_async_copy(
@@ -284,7 +279,7 @@ class _Kernel:
         x = None
         stages = chunk_math.prepare(
             tensor(0), tensor(1), tensor(3), [self.gate[:, self.columns(h)] for h in pair],
-            [self.beta_a[0, 0, :, h : h + 1] for h in pair], Constants(self.sums[...], self.level[...]),
+            [self.beta[buffer, :, h : h + 1] for h in pair], Constants(self.sums[...], self.level[...]),
             self.ar, self.scale,
         )  # fmt: skip
         for x in stages:
@@ -305,7 +300,7 @@ class _Kernel:
         result = None
         stages = chunk_math.advance(
             prepared, [self.inputs[buffer, 2, 0:CHUNK, self.columns(h)] for h in pair],
-            [self.beta_b[0, 0, :, h : h + 1] for h in pair], [self.state[h] for h in pair], self.ar,
+            [self.beta[buffer, :, h : h + 1] for h in pair], [self.state[h] for h in pair], self.ar,
         )  # fmt: skip
         for result in stages:
             yield None
@@ -317,44 +312,40 @@ class _Kernel:
             self.u[:, self.columns(h)] = u[:, i * WIDTH : (i + 1) * WIDTH]
 
     def run(self) -> None:
-        s, used = self.step, self.used
-        carried = s > 0
+        s, used, plan = self.step, self.used, self.plan
 
-        @pl.when(s < used)
+        @pl.when(s == 0)
         def _():
-            @pl.when(s == 0)
-            def _():
-                for copy in self.input_copies(s):
-                    copy.start()
+            self.start_inputs(s)
 
-            for copy in self.input_copies(s):
-                copy.wait()
+        self.wait_inputs(s)
 
-            @pl.when(s + 1 < used)
-            def _():
-                for copy in self.input_copies(s + 1):
-                    copy.start()
-
-            self.move_inputs(s)
-
-        @pl.when(carried)
+        @pl.when(s < used)  # the chunk behind the last is a dummy, so that the wait needs no predicate
         def _():
-            self.begin_row(s - 1)
+            self.start_inputs(s + 1)
 
-            @pl.when(self.inner_saves(s - 1))
+        self.move_inputs(s)
+        before = jnp.maximum(s - 1, 0)
+        begins = (s > 0) & (plan.read[before] >= 0)
+
+        @pl.when(begins | (plan.read[s] > 0) | (plan.inner[before] > 0))
+        def _():
+            @pl.when(begins)
+            def _():
+                self.begin_row(s - 1)
+
+            @pl.when(plan.inner[before] > 0)
             def _():
                 self.old[...] = self.state[...]
 
-        @pl.when(s < used)
-        def _():
-            @pl.when(self.plan.read[s] > 0)
+            @pl.when(plan.read[s] > 0)
             def _():
                 self.load_copy(s).start()
 
         pairs = range(len(self.pairs))
-        in_step([self.advance(p) for p in pairs], [self.prepare(p) for p in pairs])
+        run_staggered([self.prepare(p) for p in pairs], [self.advance(p) for p in pairs])
 
-        @pl.when(carried)
+        @pl.when(s > 0)
         def _():
             @pl.when(s > 1)
             def _():
@@ -362,18 +353,21 @@ class _Kernel:
 
             self.move_outputs(s - 1)
             self.for_output_copies(s - 1, lambda copy: copy.start())
-            self.save(s - 1)
 
-        @pl.when(carried & (s == used))
-        def _():
-            self.for_output_copies(s - 1, lambda copy: copy.wait())
-            saves = self.plan.save_bounds[used]
+            @pl.when(plan.save_bounds[s - 1] < plan.save_bounds[s])
+            def _():
+                self.save(s - 1)
 
-            def finish(j, _):
-                self.save_copy(j).wait()
-                return 0
+            @pl.when(s == used)
+            def _():
+                self.for_output_copies(s - 1, lambda copy: copy.wait())
+                saves = plan.save_bounds[used]
 
-            lax.fori_loop(jnp.maximum(saves - _STAGED, 0), saves, finish, 0)
+                def finish(j, _):
+                    self.save_copy(j).wait()
+                    return 0
+
+                lax.fori_loop(jnp.maximum(saves - _STAGED, 0), saves, finish, 0)
 
 
 def _kernel(*refs, heads: int, arithmetic: Arithmetic, scale: float, rows: int) -> None:
@@ -397,12 +391,6 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
     level = jnp.asarray(chunk_math.level_map())
     width = heads * WIDTH
 
-    def beta_block(lag):
-        def index(g, s, *_):
-            return g, jnp.clip(s - lag, 0, chunks - 1), 0, 0
-
-        return pl.BlockSpec((1, 1, CHUNK, heads), index)
-
     def constant(x):
         return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
@@ -411,11 +399,10 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
     state = (heads, WIDTH, WIDTH)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(plan),
-        grid=(total // heads, chunks + 1),
+        grid=(total // heads, chunks),
         in_specs=[
             *[hbm] * _INPUTS,
-            beta_block(0),
-            beta_block(1),
+            hbm,
             pl.BlockSpec((2, width), lambda g, *_: (0, g)),
             constant(sums),
             constant(level),
@@ -424,6 +411,7 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
         out_specs=[hbm, hbm],
         scratch_shapes=[
             vmem((BUFFERS, _INPUTS, WINDOW, width), tensors[0].dtype),
+            vmem((BUFFERS, CHUNK, heads), jnp.float32),
             vmem((2, WINDOW, width), out_dtype),
             vmem((ALIGN, width), out_dtype),
             vmem(state, jnp.float32),
@@ -437,13 +425,13 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
             vmem((pairs, CHUNK, 2 * CHUNK), operand),
             vmem((pairs, 16, 2 * CHUNK), jnp.float32),
             vmem((pairs, 8, WIDTH), jnp.float32),
-            pltpu.SemaphoreType.DMA((BUFFERS,)),
+            pltpu.SemaphoreType.DMA((2, BUFFERS)),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SemaphoreType.DMA(()),
             pltpu.SemaphoreType.DMA((_STAGED,)),
         ],
     )
-    operands = (*plan, *tensors, beta, beta, gate, sums, level, states)
+    operands = (*plan, *tensors, beta, gate, sums, level, states)
     return pl.pallas_call(
         functools.partial(_kernel, heads=heads, arithmetic=arithmetic, scale=scale, rows=rows),
         out_shape=[jax.ShapeDtypeStruct((rows, total * WIDTH), out_dtype), jax.ShapeDtypeStruct(states.shape, states.dtype)],
