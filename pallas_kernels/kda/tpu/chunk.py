@@ -52,6 +52,18 @@ def level_map() -> np.ndarray:
     return np.where(i > j, level, np.where(i == j, _DIAGONAL, _ABOVE)).astype(np.int32)
 
 
+def beta_selector(heads: int) -> np.ndarray:
+    """0/1 matrix [3 heads, pairs * 2C]: from three parts of each head's column to both halves of a pair's lanes.
+
+    Broadcasting a column over lanes by a matrix product leaves the shuffle unit alone, which is short here. The
+    last head of an odd number is its own partner.
+    """
+    first = np.arange(0, heads, 2)
+    pairs = np.stack([first, np.minimum(first + 1, heads - 1)], axis=1)  # [pairs, 2]
+    head = np.repeat(pairs.ravel(), CHUNK)[None, :]
+    return (np.arange(3 * heads)[:, None] % heads == head).astype(np.float32)
+
+
 class Constants(NamedTuple):
     """Arrays in VMEM that all pairs share."""
 
@@ -99,6 +111,12 @@ def _keep(x: jax.Array, first: int, lanes: int) -> jax.Array:
     return pltpu.bitcast(jnp.where(inside, bits, 0), x.dtype)
 
 
+def _keep_block(x: jax.Array, b: int) -> jax.Array:
+    """Operand x with all lanes zero but those of 16-block b of either head."""
+    bits = pltpu.bitcast(x, jnp.int32)
+    return pltpu.bitcast(jnp.where(_lanes(bits.shape[0]) % CHUNK // _BLOCK == b, bits, 0), x.dtype)
+
+
 def _eights(x: jax.Array) -> list[jax.Array]:
     return [x[8 * b : 8 * b + 8] for b in range(x.shape[0] // 8)]
 
@@ -116,28 +134,20 @@ class _Decays(NamedTuple):
 
 def _decays(up_to: list[jax.Array], behind: list[jax.Array]) -> _Decays:
     """From decays up to and behind each row within its block of 8, by products with the totals of blocks."""
-    total = [x[7:8] for x in up_to]
     after, before = list(up_to), list(behind)  # within blocks of n eights
+    total = [jnp.broadcast_to(x[7:8], x.shape) for x in up_to]  # of each such block
     levels = []
     for n in (1, 2, 4):
         # Between neighbouring blocks of n: what leads out of the earlier, and into the later.
         levels.append([after[b] if b // n % 2 else before[b] for b in range(8)])
-        span = {b: _product(total[b : b + n]) for b in range(0, 8, n)}
         for b in range(8):
-            first = b // n * n
             if b // n % 2:
-                after[b] = after[b] * span[first - n]
+                after[b] = after[b] * total[b // n - 1]
             else:
-                before[b] = before[b] * span[first + n]
+                before[b] = before[b] * total[b // n + 1]
+        total = [a * b for a, b in zip(total[0::2], total[1::2], strict=True)]
     join = [jnp.concatenate(x, axis=0) for x in (*levels, after, before)]
-    return _Decays(*join, whole=_product(total))
-
-
-def _product(x: list[jax.Array]) -> jax.Array:
-    out = x[0]
-    for y in x[1:]:
-        out = out * y
-    return out
+    return _Decays(*join, whole=total[0][:1])
 
 
 def _later(x: jax.Array, n: int) -> jax.Array:
@@ -185,7 +195,7 @@ def prepare(
     k: list[jax.Array],
     raw_gate: list[jax.Array],
     gate: list[jax.Array],
-    beta: list[jax.Array],
+    beta: tuple[jax.Array, jax.Array],
     constants: Constants,
     arithmetic: Arithmetic,
     scale: float,
@@ -195,7 +205,7 @@ def prepare(
     Args:
       q, k, raw_gate: [C, K] of each head, raw; slots that are no tokens hold 0, 0 and `NEUTRAL_GATE`.
       gate: [2, K] of each head, see `Arithmetic.gate_constants`.
-      beta: [C, 1] of each head.
+      beta: parts and selector whose product is the pair matrix [C, 2C] of beta, see `beta_selector`.
       scale: K^-0.5 of the true key width.
 
     Yields:
@@ -254,7 +264,7 @@ def prepare(
     # Levels 32 and 16: M of these takes part in merges only.
     a_qk = [jnp.zeros((8, 2 * CHUNK), jnp.float32)] * 8
     m = [jnp.zeros((8, 2 * CHUNK), jnp.float32)] * 8
-    beta_pair = jnp.where(_lanes(CHUNK) < CHUNK, beta[0], beta[1])
+    beta_pair = jnp.dot(*beta, preferred_element_type=jnp.float32)
 
     def take(into: list[jax.Array], rows: list[jax.Array | None], mask) -> None:
         for b, x in enumerate(rows):
@@ -343,7 +353,7 @@ def _substitute(m: list[jax.Array]) -> Iterator[list[jax.Array]]:
 def advance(
     x: Prepared,
     v: list[jax.Array],
-    beta: list[jax.Array],
+    beta: jax.Array,
     state: list[jax.Array],
     arithmetic: Arithmetic,
 ) -> Iterator[tuple[list[jax.Array], list[jax.Array], jax.Array] | None]:
@@ -351,39 +361,38 @@ def advance(
 
     Args:
       v: [C, V] of each head.
-      beta: [C, 1] of each head.
+      beta: [1, 2C] of both heads.
       state: [K, V] of each head, fp32.
 
     Yields:
       None between stages, at last outputs [C, V] of each head, states [K, V] of each head, and u [C, 2 V].
     """
     ar = arithmetic
-    folded = ar.round(x.inverse)
-    zero = jnp.zeros_like(folded)
+    zero = jnp.zeros((_BLOCK, 2 * CHUNK), ar.dtype)
 
     def diagonal(rows: list[jax.Array]) -> jax.Array:
         """A block diagonal right-hand side [2C, 2C] from the 16-blocks of rows of a pair matrix."""
         halves = [r if r is zero else _keep(r, h * CHUNK, CHUNK) for h in range(2) for r in rows]
         return jnp.concatenate(halves, axis=0)
 
-    # Single 16-blocks [16, 2C] of each head: as right-hand side, and side by side as left one.
-    singles = [_keep(folded, h * CHUNK + b * _BLOCK, _BLOCK) for h in range(2) for b in range(4)]
-    own = [singles[b] + singles[4 + b] for b in range(4)]
+    # 16-blocks of rows, unfolded: of X, and of X diag(beta), which is what is wanted in the end.
+    plain, scaled = ([_keep_block(f, b) for b in range(4)] for f in (ar.round(x.inverse), ar.round(x.inverse * beta)))
     read = [ar.dot(x.read[h], ar.round(state[h])) for h in range(2)]
-    y = ar.round(ar.dot(x.m[:32], jnp.concatenate(singles, axis=0)))
+    y = ar.round(ar.dot(x.m[:32], diagonal(plain)))
     yield None
-    z = ar.dot(jnp.concatenate([own[1], own[3]], axis=0), diagonal([zero, y[:16], zero, y[16:]]))
+    z = ar.dot(jnp.concatenate([plain[1], plain[3]], axis=0), diagonal([zero, y[:16], zero, y[16:]]))
+    yield None
+    plain[3] = plain[3] - ar.round(z[16:])
+    z = ar.round(z * beta)
+    scaled[1], scaled[3] = scaled[1] - z[:16], scaled[3] - z[16:]
+    y = ar.round(ar.dot(x.m[32:], diagonal([scaled[0], scaled[1], zero, zero])))
+    yield None
+    z = ar.dot(jnp.concatenate(plain[2:], axis=0), diagonal([zero, zero, y[:16], y[16:]]))
     yield None
     z = ar.round(z)
-    inverse = [own[0], own[1] - z[:16], own[2], own[3] - z[16:]]
-    y = ar.round(ar.dot(x.m[32:], diagonal([inverse[0], inverse[1], zero, zero])))
-    yield None
-    z = ar.dot(jnp.concatenate(inverse[2:], axis=0), diagonal([zero, zero, y[:16], y[16:]]))
-    yield None
-    z = ar.round(z)
-    inverse[2:] = [inverse[2] - z[:16], inverse[3] - z[16:]]
-    right = [ar.round(beta[h] * (v[h].astype(jnp.float32) - read[h][:CHUNK])) for h in range(2)]
-    u = ar.round(ar.dot(jnp.concatenate(inverse, axis=0), _stack(right[0], right[1])))
+    scaled[2:] = [scaled[2] - z[:16], scaled[3] - z[16:]]
+    right = [ar.round(v[h].astype(jnp.float32) - read[h][:CHUNK]) for h in range(2)]
+    u = ar.round(ar.dot(jnp.concatenate(scaled, axis=0), _stack(right[0], right[1])))
     yield None
     left = jnp.concatenate([x.a_qk, x.kg.T], axis=0)
     both = ar.dot(left, _stack(u[:, :WIDTH], u[:, WIDTH:]))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, BFloat16, Float, Float32, Int32
 
 from pallas_kernels.rows import RaggedRows, max_tiles, tiles
 from pallas_kernels.saves import saves
@@ -23,6 +23,7 @@ class ChunkPlan(NamedTuple):
       save_tokens: [n] slots of the chunk that lie before the saved state.
       save_slot: [n] where it goes.
       inner: [M] 1 if a save of the chunk lies before its end.
+      plain: [M] 1 if all slots are tokens and slot 0 lies on a multiple of `align` packed tokens.
       used_and_layer: [2] chunks in use, and the layer of the pool.
     """
 
@@ -34,6 +35,7 @@ class ChunkPlan(NamedTuple):
     save_tokens: Int32[Array, "n"]
     save_slot: Int32[Array, "n"]
     inner: Int32[Array, "M"]
+    plain: Int32[Array, "M"]
     used_and_layer: Int32[Array, "2"]
 
 
@@ -41,6 +43,7 @@ def chunk_plan(
     rows: RaggedRows,
     count: int,
     chunk: int,
+    align: int,
     layer: Int32[Array, ""] | int,
     read: Int32[Array, "R"],
     write: Int32[Array, "R"],
@@ -74,17 +77,37 @@ def chunk_plan(
         save_tokens=covered[order],
         save_slot=wanted.slot[order],
         inner=inner.astype(jnp.int32),
+        plain=(used & (grid.low == 0) & (grid.high == chunk) & (grid.first % align == 0)).astype(jnp.int32),
         used_and_layer=jnp.stack([grid.used, jnp.asarray(layer, jnp.int32)]),
     )
 
 
-def tiled_beta(
-    raw_beta: Float[Array, "T H"], plan: ChunkPlan, chunk: int, group: int
-) -> Float[Array, "groups M C group"]:
-    """beta = sigmoid(raw_beta) cut into chunks and groups of heads, fp32, 0 in slots that are no tokens."""
+class Betas(NamedTuple):
+    """beta = sigmoid(raw_beta), 0 in slots that are no tokens, for each group of heads and chunk, in two layouts.
+
+    Attributes:
+      columns: [groups, M, C, 3 group] bf16 parts of each head's column, high, middle and low, which add up to fp32.
+      rows: [groups, M, pairs, 2 C] fp32, the slots of a pair of heads one behind the other.
+    """
+
+    columns: BFloat16[Array, "groups M C parts"]
+    rows: Float32[Array, "groups M pairs C2"]
+
+
+def betas(raw_beta: Float[Array, "T H"], plan: ChunkPlan, chunk: int, group: int) -> Betas:
+    """Betas of all chunks; the last head of an odd group is its own partner."""
     slot = jnp.arange(chunk, dtype=jnp.int32)[None, :]
     index = jnp.clip(plan.first[:, None] + slot, 0, raw_beta.shape[0] - 1)
     inside = (slot >= plan.low[:, None]) & (slot < plan.high[:, None])
     beta = jnp.where(inside[..., None], jax.nn.sigmoid(raw_beta.astype(jnp.float32))[index], 0.0)
-    split = beta.reshape(*beta.shape[:2], -1, group)
-    return jnp.moveaxis(split, 2, 0)
+    beta = jnp.moveaxis(beta.reshape(*beta.shape[:2], -1, group), 2, 0)  # [groups, M, C, group]
+    parts, rest = [], beta
+    for _ in range(3):
+        # Rounded through reduce_precision, which XLA may not simplify away as a pair of casts.
+        part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    rows = jnp.moveaxis(beta, 2, 3)
+    if group % 2:
+        rows = jnp.concatenate([rows, rows[:, :, -1:]], axis=2)
+    return Betas(jnp.concatenate(parts, axis=-1), rows.reshape(*rows.shape[:2], -1, 2 * chunk))

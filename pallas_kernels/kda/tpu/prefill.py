@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.kda.tpu import chunk as chunk_math
 from pallas_kernels.kda.tpu.arithmetic import NEUTRAL_GATE, Arithmetic
 from pallas_kernels.kda.tpu.chunk import CHUNK, WIDTH, Constants, Prepared
-from pallas_kernels.kda.tpu.plan import ChunkPlan, chunk_plan, tiled_beta
+from pallas_kernels.kda.tpu.plan import ChunkPlan, betas, chunk_plan
 from pallas_kernels.kda.tpu.shift import ALIGN, fill_word, moved_tile, row_mask, tile_rows, words
 from pallas_kernels.kda.tpu.tiles import BUFFERS, WINDOW, heads_per_program
 from pallas_kernels.rows import RaggedRows, tokens
@@ -52,11 +52,12 @@ class _Kernel:
     def __init__(self, plan, tensors, *, heads: int, arithmetic: Arithmetic, scale: float, rows: int):
         self.plan, self.heads, self.ar, self.scale, self.rows = plan, heads, arithmetic, scale, rows
         (
-            *self.hbm, self.beta_hbm, self.gate, self.sums, self.level, _, self.out_hbm, self.pool,
-            self.inputs, self.beta, self.outputs, self.carry, self.state, self.old, self.loaded, self.staged, self.u,
+            *self.hbm, columns_hbm, rows_hbm, self.gate, self.sums, self.level, self.selector, _,
+            self.out_hbm, self.pool, self.inputs, self.beta_columns, self.beta_rows, self.outputs, self.carry, self.state, self.old, self.loaded, self.staged, self.u,
             self.read, self.kg, self.a_qk, self.m, self.inverse, self.decay,
             self.in_sem, self.out_sem, self.load_sem, self.save_sem,
         ) = tensors  # fmt: skip
+        self.betas = ((columns_hbm, self.beta_columns), (rows_hbm, self.beta_rows))
         self.group = pl.program_id(0)
         self.step = pl.program_id(1)
         self.used = plan.used_and_layer[0]
@@ -88,20 +89,26 @@ class _Kernel:
         buffer = c % BUFFERS
         for i, x in enumerate(self.hbm):
             pltpu.make_async_copy(x.at[where], self.inputs.at[buffer, i], self.in_sem.at[0, buffer]).start()
-        pltpu.make_async_copy(self.beta_hbm.at[self.group, c], self.beta.at[buffer], self.in_sem.at[1, buffer]).start()
+        for i, (x, ref) in enumerate(self.betas):
+            pltpu.make_async_copy(x.at[self.group, c], ref.at[buffer], self.in_sem.at[1 + i, buffer]).start()
 
     def wait_inputs(self, c: jax.Array) -> None:
-        """One wait for the bytes of all four windows, one for beta."""
-        for i, ref in enumerate((self.inputs, self.beta)):
+        """One wait for the bytes of all four windows, one for each layout of beta."""
+        for i, ref in enumerate((self.inputs, self.beta_columns, self.beta_rows)):
             whole = ref.at[c % BUFFERS]
             pltpu.make_async_copy(whole, whole, self.in_sem.at[i, c % BUFFERS]).wait()
+
+    def rows_of(self, c: jax.Array) -> Any:
+        """Where in the window the slots of chunk c lie once `move_inputs` has been: behind whole tiles at most."""
+        start = jnp.where(self.plan.plain[c] > 0, self.plan.first[c] - self.window(c), 0)
+        return pl.ds(pl.multiple_of(start, ALIGN), CHUNK)
 
     def move_inputs(self, c: jax.Array) -> None:
         """Put the tokens of chunk c into their slots and neutral values into the others."""
         first, low, high = self.slots(c)
         at = first - self.window(c)
 
-        @pl.when((at != 0) | (low != 0) | (high != CHUNK))
+        @pl.when(self.plan.plain[c] == 0)
         def _():
             dtype = self.inputs.dtype
             tall = tile_rows(dtype)
@@ -132,35 +139,53 @@ class _Kernel:
         begin = (first + low) // ALIGN * ALIGN
         return pl.multiple_of(begin, ALIGN), (first + high - begin + ALIGN - 1) // ALIGN
 
+    def whole_output_copy(self, c: jax.Array) -> Any:
+        target = self.out_hbm.at[pl.ds(pl.multiple_of(self.plan.first[c], ALIGN), CHUNK), self.group_columns()]
+        return pltpu.make_async_copy(self.outputs.at[c % 2, pl.ds(0, CHUNK)], target, self.out_sem.at[c % 2])
+
     def for_output_copies(self, c: jax.Array, do: Any) -> None:
-        """`do` each copy of the outputs of chunk c: one where it fills aligned blocks, else one a block."""
+        """`do` each copy of the outputs of chunk c: one of all, or one for each aligned block."""
         begin, blocks = self.output_blocks(c)
-        buffer, semaphore = self.outputs.at[c % 2], self.out_sem.at[c % 2]
-        whole = blocks == CHUNK // ALIGN
 
-        def copy(at: Any, rows: int) -> Any:
-            target = self.out_hbm.at[pl.ds(pl.multiple_of(begin + at, ALIGN), rows), self.group_columns()]
-            source = buffer.at[pl.ds(at if isinstance(at, int) else pl.multiple_of(at, ALIGN), rows)]
-            return pltpu.make_async_copy(source, target, semaphore)
-
-        @pl.when(whole)
+        @pl.when(self.plan.plain[c] > 0)
         def _():
-            do(copy(0, CHUNK))
+            do(self.whole_output_copy(c))
 
-        @pl.when(jnp.logical_not(whole))
+        @pl.when(self.plan.plain[c] == 0)
         def _():
             def block(i, _):
-                do(copy(i * ALIGN, ALIGN))
+                at = pl.multiple_of(i * ALIGN, ALIGN)
+                target = self.out_hbm.at[pl.ds(pl.multiple_of(begin + at, ALIGN), ALIGN), self.group_columns()]
+                do(pltpu.make_async_copy(self.outputs.at[c % 2, pl.ds(at, ALIGN)], target, self.out_sem.at[c % 2]))
                 return 0
 
             lax.fori_loop(0, blocks, block, 0)
+
+    def write_outputs(self, c: jax.Array) -> None:
+        """Start the copies of chunk c, after those of the chunk before, which may share a block with them."""
+        before = jnp.maximum(c - 1, 0)
+        usual = (c > 0) & (self.plan.plain[before] > 0) & (self.plan.plain[c] > 0)
+
+        @pl.when(usual)
+        def _():
+            self.whole_output_copy(before).wait()
+            self.whole_output_copy(c).start()
+
+        @pl.when(jnp.logical_not(usual))
+        def _():
+            @pl.when(c > 0)
+            def _():
+                self.for_output_copies(before, lambda copy: copy.wait())
+
+            self.move_outputs(c)
+            self.for_output_copies(c, lambda copy: copy.start())
 
     def move_outputs(self, c: jax.Array) -> None:
         """Put slots of chunk c onto their packed rows, beside rows of the block that came before."""
         first, low, high = self.slots(c)
         begin, _ = self.output_blocks(c)
 
-        @pl.when((first != begin) | (low != 0) | (high != CHUNK))
+        @pl.when(self.plan.plain[c] == 0)
         def _():
             dtype = self.outputs.dtype
             tall = tile_rows(dtype)
@@ -240,7 +265,7 @@ class _Kernel:
 
         u of a row does not depend on later rows. Gates and keys are recomputed from the inputs, which are still there.
         """
-        ar, count = self.ar, self.plan.save_tokens[j]
+        ar, count, rows = self.ar, self.plan.save_tokens[j], self.rows_of(c)
         row = lax.broadcasted_iota(jnp.int32, (CHUNK + 8, CHUNK), 0)
         column = lax.broadcasted_iota(jnp.int32, (CHUNK + 8, CHUNK), 1)
         # Behind each row up to b; below, from the first row on: the whole decay.
@@ -253,11 +278,11 @@ class _Kernel:
 
         def some(i, _):
             heads = [i * together + h for h in range(together)]
-            raw = [self.inputs[c % BUFFERS, 3, 0:CHUNK, self.columns(h)] for h in heads]
+            raw = [self.inputs[c % BUFFERS, 3, rows, self.columns(h)] for h in heads]
             gate = [self.gate[:, self.columns(h)] for h in heads]
             g = [ar.log_decay(r, x[0:1], x[1:2]) for r, x in zip(raw, gate, strict=True)]
             decay = [ar.exp(ar.dot(mask, ar.parts(x))) for x in g]
-            k = [chunk_math.normalise(self.inputs[c % BUFFERS, 1, 0:CHUNK, self.columns(h)]) for h in heads]
+            k = [chunk_math.normalise(self.inputs[c % BUFFERS, 1, rows, self.columns(h)]) for h in heads]
             k = [ar.round(jnp.where(kept, x * d[:CHUNK], 0.0)) for x, d in zip(k, decay, strict=True)]
             added = [ar.dot(x.T, self.u[:, self.columns(h)]) for x, h in zip(k, heads, strict=True)]
             for h, d, x in zip(heads, decay, added, strict=True):
@@ -271,16 +296,16 @@ class _Kernel:
 
     def prepare(self, p: int) -> Iterator[None]:
         """Chunk `step` of pair p, into VMEM."""
-        buffer, pair = self.step % BUFFERS, self.pairs[p]
+        buffer, pair, rows = self.step % BUFFERS, self.pairs[p], self.rows_of(self.step)
 
         def tensor(i):
-            return [self.inputs[buffer, i, 0:CHUNK, self.columns(h)] for h in pair]
+            return [self.inputs[buffer, i, rows, self.columns(h)] for h in pair]
 
         x = None
+        beta = self.beta_columns[buffer], self.selector[:, p * 2 * CHUNK : (p + 1) * 2 * CHUNK]
         stages = chunk_math.prepare(
-            tensor(0), tensor(1), tensor(3), [self.gate[:, self.columns(h)] for h in pair],
-            [self.beta[buffer, :, h : h + 1] for h in pair], Constants(self.sums[...], self.level[...]),
-            self.ar, self.scale,
+            tensor(0), tensor(1), tensor(3), [self.gate[:, self.columns(h)] for h in pair], beta,
+            Constants(self.sums[...], self.level[...]), self.ar, self.scale,
         )  # fmt: skip
         for x in stages:
             yield None
@@ -291,23 +316,23 @@ class _Kernel:
 
     def advance(self, p: int) -> Iterator[None]:
         """Chunk `step` - 1 of pair p, from VMEM."""
-        c, pair = self.step - 1, self.pairs[p]
-        buffer = (self.step + BUFFERS - 1) % BUFFERS
+        c, pair = jnp.maximum(self.step - 1, 0), self.pairs[p]
+        buffer, rows = c % BUFFERS, self.rows_of(c)
         prepared = Prepared(
             (self.read[2 * p], self.read[2 * p + 1]), self.kg[p], self.a_qk[p], self.m[p], self.inverse[p],
             self.decay[p, 0:2],
         )  # fmt: skip
         result = None
         stages = chunk_math.advance(
-            prepared, [self.inputs[buffer, 2, 0:CHUNK, self.columns(h)] for h in pair],
-            [self.beta[buffer, :, h : h + 1] for h in pair], [self.state[h] for h in pair], self.ar,
+            prepared, [self.inputs[buffer, 2, rows, self.columns(h)] for h in pair],
+            self.beta_rows[buffer, p : p + 1], [self.state[h] for h in pair], self.ar,
         )  # fmt: skip
         for result in stages:
             yield None
         assert result is not None
         out, after, u = result
         for i, h in enumerate(dict.fromkeys(pair)):
-            self.outputs[(c + 2) % 2, 0:CHUNK, self.columns(h)] = out[i].astype(self.outputs.dtype)
+            self.outputs[c % 2, 0:CHUNK, self.columns(h)] = out[i].astype(self.outputs.dtype)
             self.state[h] = after[i]
             self.u[:, self.columns(h)] = u[:, i * WIDTH : (i + 1) * WIDTH]
 
@@ -324,12 +349,15 @@ class _Kernel:
         def _():
             self.start_inputs(s + 1)
 
-        self.move_inputs(s)
         before = jnp.maximum(s - 1, 0)
         begins = (s > 0) & (plan.read[before] >= 0)
 
-        @pl.when(begins | (plan.read[s] > 0) | (plan.inner[before] > 0))
+        @pl.when((plan.plain[s] == 0) | begins | (plan.read[s] > 0) | (plan.inner[before] > 0))
         def _():
+            @pl.when(s < used)
+            def _():
+                self.move_inputs(s)
+
             @pl.when(begins)
             def _():
                 self.begin_row(s - 1)
@@ -347,27 +375,22 @@ class _Kernel:
 
         @pl.when(s > 0)
         def _():
-            @pl.when(s > 1)
-            def _():
-                self.for_output_copies(s - 2, lambda copy: copy.wait())
+            self.write_outputs(s - 1)
 
-            self.move_outputs(s - 1)
-            self.for_output_copies(s - 1, lambda copy: copy.start())
-
-            @pl.when(plan.save_bounds[s - 1] < plan.save_bounds[s])
+            @pl.when((plan.save_bounds[s - 1] < plan.save_bounds[s]) | (s == used))
             def _():
                 self.save(s - 1)
 
-            @pl.when(s == used)
-            def _():
-                self.for_output_copies(s - 1, lambda copy: copy.wait())
-                saves = plan.save_bounds[used]
+                @pl.when(s == used)
+                def _():
+                    self.for_output_copies(s - 1, lambda copy: copy.wait())
+                    saves = plan.save_bounds[used]
 
-                def finish(j, _):
-                    self.save_copy(j).wait()
-                    return 0
+                    def finish(j, _):
+                        self.save_copy(j).wait()
+                        return 0
 
-                lax.fori_loop(jnp.maximum(saves - _STAGED, 0), saves, finish, 0)
+                    lax.fori_loop(jnp.maximum(saves - _STAGED, 0), saves, finish, 0)
 
 
 def _kernel(*refs, heads: int, arithmetic: Arithmetic, scale: float, rows: int) -> None:
@@ -389,6 +412,7 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
     operand = arithmetic.dtype
     sums = jnp.asarray(chunk_math.sum_matrix(arithmetic), operand)
     level = jnp.asarray(chunk_math.level_map())
+    selector = jnp.asarray(chunk_math.beta_selector(heads), jnp.bfloat16)
     width = heads * WIDTH
 
     def constant(x):
@@ -403,15 +427,18 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
         in_specs=[
             *[hbm] * _INPUTS,
             hbm,
+            hbm,
             pl.BlockSpec((2, width), lambda g, *_: (0, g)),
             constant(sums),
             constant(level),
+            constant(selector),
             hbm,
         ],
         out_specs=[hbm, hbm],
         scratch_shapes=[
             vmem((BUFFERS, _INPUTS, WINDOW, width), tensors[0].dtype),
-            vmem((BUFFERS, CHUNK, heads), jnp.float32),
+            vmem((BUFFERS, CHUNK, 3 * heads), jnp.bfloat16),
+            vmem((BUFFERS, pairs, 2 * CHUNK), jnp.float32),
             vmem((2, WINDOW, width), out_dtype),
             vmem((ALIGN, width), out_dtype),
             vmem(state, jnp.float32),
@@ -425,13 +452,13 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
             vmem((pairs, CHUNK, 2 * CHUNK), operand),
             vmem((pairs, 16, 2 * CHUNK), jnp.float32),
             vmem((pairs, 8, WIDTH), jnp.float32),
-            pltpu.SemaphoreType.DMA((2, BUFFERS)),
+            pltpu.SemaphoreType.DMA((3, BUFFERS)),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SemaphoreType.DMA(()),
             pltpu.SemaphoreType.DMA((_STAGED,)),
         ],
     )
-    operands = (*plan, *tensors, beta, gate, sums, level, states)
+    operands = (*plan, *tensors, *beta, gate, sums, level, selector, states)
     return pl.pallas_call(
         functools.partial(_kernel, heads=heads, arithmetic=arithmetic, scale=scale, rows=rows),
         out_shape=[jax.ShapeDtypeStruct((rows, total * WIDTH), out_dtype), jax.ShapeDtypeStruct(states.shape, states.dtype)],
@@ -498,11 +525,11 @@ def prefill(
         x = jnp.pad(x.astype(dtype), ((0, rows_padded - count), (0, 0), (0, WIDTH - x.shape[-1])))
         return x.reshape(rows_padded, heads * WIDTH)
 
-    plan = chunk_plan(rows, count, CHUNK, layer, read, write, emit_position, emit_slot)
+    plan = chunk_plan(rows, count, CHUNK, ALIGN, layer, read, write, emit_position, emit_slot)
     gate = arithmetic.gate_constants(a_log, jnp.pad(dt_bias, ((0, 0), (0, WIDTH - key))))
     pool = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, WIDTH - key), (0, WIDTH - value)))
     out, pool = _call(
-        plan, [packed(x) for x in inputs], tiled_beta(raw_beta, plan, CHUNK, group),
+        plan, [packed(x) for x in inputs], betas(raw_beta, plan, CHUNK, group),
         gate.reshape(2, heads * WIDTH), pool, heads=group, arithmetic=arithmetic, scale=key**-0.5,
         out_dtype=dtype, interpret=interpret, name=name,
     )  # fmt: skip
