@@ -118,12 +118,12 @@ def test_inactive_decode_rows_write_nothing_and_give_zero(form):
 
 def test_an_implementation_that_does_not_exist_is_named_and_refused():
     x = random_inputs(1, 4)
-    with np.testing.assert_raises_regex(ImplementationError, "kda_prefill.*'tpu'.*reference"):
+    with np.testing.assert_raises_regex(ImplementationError, "kda_prefill.*'nowhere'.*reference"):
         kda_prefill(
             *(jnp.asarray(x[n]) for n in ("q", "k", "v", "raw_g", "raw_beta", "A_log", "dt_bias")),
             jnp.asarray(states_pool()), 0, rows_of([0], [4], [0]), jnp.array([1]), jnp.array([2]),
             jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.int32),
-            lower_bound=None, implementation="tpu",
+            lower_bound=None, implementation="nowhere",
         )  # fmt: skip
 
 

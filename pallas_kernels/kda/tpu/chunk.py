@@ -13,7 +13,7 @@ The mathematics and the names are those of `kda.chunk`. What is particular here:
   the compiler keeps near program order and would not overlap them by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax
@@ -199,7 +199,7 @@ def prepare(
     constants: Constants,
     arithmetic: Arithmetic,
     scale: float,
-) -> Iterator[Prepared | None]:
+) -> Generator[None, None, Prepared]:
     """Everything of a chunk that does not depend on the state, for a pair of heads.
 
     Args:
@@ -208,8 +208,7 @@ def prepare(
       beta: parts and selector whose product is the pair matrix [C, 2C] of beta, see `beta_selector`.
       scale: K^-0.5 of the true key width.
 
-    Yields:
-      None between stages, at last the result.
+    Yields None between stages.
     """
     ar, level = arithmetic, constants.level
     g = [ar.log_decay(r, c[0:1], c[1:2]) for r, c in zip(raw_gate, gate, strict=True)]
@@ -321,11 +320,8 @@ def prepare(
         for b in range(1, 4):
             x = jnp.where(block == b, m[2 * b + half], x)
         folded.append(x)
-    inverse = None
-    for inverse in _substitute(folded):
-        yield None
-    assert inverse is not None
-    yield Prepared(
+    inverse = yield from _substitute(folded)
+    return Prepared(
         read=(read[0], read[1]),
         kg=kg,
         a_qk=ar.round(jnp.concatenate(a_qk, axis=0)),
@@ -335,7 +331,7 @@ def prepare(
     )
 
 
-def _substitute(m: list[jax.Array]) -> Iterator[list[jax.Array]]:
+def _substitute(m: list[jax.Array]) -> Generator[None, None, list[jax.Array]]:
     """(I + M)^-1 of folded strictly lower 16-blocks, as two eights, column after column."""
     lane, row = _lanes(8), lax.broadcasted_iota(jnp.int32, (8, 2 * CHUNK), 0)
     first = lane // _BLOCK * _BLOCK
@@ -346,8 +342,8 @@ def _substitute(m: list[jax.Array]) -> Iterator[list[jax.Array]]:
             column = jnp.take_along_axis(m[half], first + j, axis=1, mode="promise_in_bounds")
             x[half] = x[half] - column * pivot
         if j % 4 == 3:
-            yield x
-    yield x
+            yield None
+    return x
 
 
 def advance(
@@ -356,7 +352,7 @@ def advance(
     beta: jax.Array,
     state: list[jax.Array],
     arithmetic: Arithmetic,
-) -> Iterator[tuple[list[jax.Array], list[jax.Array], jax.Array] | None]:
+) -> Generator[None, None, tuple[list[jax.Array], list[jax.Array], jax.Array]]:
     """Outputs and new states of a pair of heads.
 
     Args:
@@ -364,8 +360,10 @@ def advance(
       beta: [1, 2C] of both heads.
       state: [K, V] of each head, fp32.
 
-    Yields:
-      None between stages, at last outputs [C, V] of each head, states [K, V] of each head, and u [C, 2 V].
+    Yields None between stages.
+
+    Returns:
+      Outputs [C, V] of each head, states [K, V] of each head, and u [C, 2 V].
     """
     ar = arithmetic
     zero = jnp.zeros((_BLOCK, 2 * CHUNK), ar.dtype)
@@ -403,4 +401,4 @@ def advance(
         out.append(read[h][CHUNK:] + mine[:CHUNK])
         decay = jnp.broadcast_to(x.decay[h : h + 1], (WIDTH, WIDTH)).T
         after.append(decay * state[h] + mine[CHUNK:])
-    yield out, after, u
+    return out, after, u

@@ -2,8 +2,8 @@
 
 The grid is (groups of heads, steps). Step s prepares chunk s and carries the state through chunk s - 1, which
 are independent, so the compiler can overlap them (`chunk.prepare`, `chunk.advance`); a group of n chunks takes
-n + 1 steps. Inputs and outputs are moved by hand, since chunks lie anywhere on the packed axis. Everything that not every
-chunk needs stands under a predicate before or behind the mathematics, which stay one basic block:
+n + 1 steps. Inputs and outputs are moved by hand, since chunks lie anywhere on the packed axis. Everything that not
+every chunk needs stands under a predicate before or behind the mathematics, which stay one basic block:
 
     before: wait for inputs, start the next, move them to slots (`shift`), load or reset the state of a new row
     behind: merge outputs with the neighbour's rows, write them; saves of states
@@ -53,7 +53,8 @@ class _Kernel:
         self.plan, self.heads, self.ar, self.scale, self.rows = plan, heads, arithmetic, scale, rows
         (
             *self.hbm, columns_hbm, rows_hbm, self.gate, self.sums, self.level, self.selector, _,
-            self.out_hbm, self.pool, self.inputs, self.beta_columns, self.beta_rows, self.outputs, self.carry, self.state, self.old, self.loaded, self.staged, self.u,
+            self.out_hbm, self.pool, self.inputs, self.beta_columns, self.beta_rows, self.outputs, self.carry,
+            self.state, self.old, self.loaded, self.staged, self.u,
             self.read, self.kg, self.a_qk, self.m, self.inverse, self.decay,
             self.in_sem, self.out_sem, self.load_sem, self.save_sem,
         ) = tensors  # fmt: skip
@@ -301,15 +302,11 @@ class _Kernel:
         def tensor(i):
             return [self.inputs[buffer, i, rows, self.columns(h)] for h in pair]
 
-        x = None
         beta = self.beta_columns[buffer], self.selector[:, p * 2 * CHUNK : (p + 1) * 2 * CHUNK]
-        stages = chunk_math.prepare(
+        x = yield from chunk_math.prepare(
             tensor(0), tensor(1), tensor(3), [self.gate[:, self.columns(h)] for h in pair], beta,
             Constants(self.sums[...], self.level[...]), self.ar, self.scale,
         )  # fmt: skip
-        for x in stages:
-            yield None
-        assert x is not None
         self.read[2 * p], self.read[2 * p + 1] = x.read
         self.kg[p], self.a_qk[p], self.m[p], self.inverse[p] = x.kg, x.a_qk, x.m, x.inverse
         self.decay[p, 0:2] = x.decay
@@ -322,15 +319,10 @@ class _Kernel:
             (self.read[2 * p], self.read[2 * p + 1]), self.kg[p], self.a_qk[p], self.m[p], self.inverse[p],
             self.decay[p, 0:2],
         )  # fmt: skip
-        result = None
-        stages = chunk_math.advance(
+        out, after, u = yield from chunk_math.advance(
             prepared, [self.inputs[buffer, 2, rows, self.columns(h)] for h in pair],
             self.beta_rows[buffer, p : p + 1], [self.state[h] for h in pair], self.ar,
         )  # fmt: skip
-        for result in stages:
-            yield None
-        assert result is not None
-        out, after, u = result
         for i, h in enumerate(dict.fromkeys(pair)):
             self.outputs[c % 2, 0:CHUNK, self.columns(h)] = out[i].astype(self.outputs.dtype)
             self.state[h] = after[i]
@@ -461,7 +453,10 @@ def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dt
     operands = (*plan, *tensors, *beta, gate, sums, level, selector, states)
     return pl.pallas_call(
         functools.partial(_kernel, heads=heads, arithmetic=arithmetic, scale=scale, rows=rows),
-        out_shape=[jax.ShapeDtypeStruct((rows, total * WIDTH), out_dtype), jax.ShapeDtypeStruct(states.shape, states.dtype)],
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, total * WIDTH), out_dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
         grid_spec=grid_spec,
         input_output_aliases={len(operands) - 1: 1},
         compiler_params=pltpu.CompilerParams(
@@ -495,22 +490,21 @@ def prefill(
 ) -> tuple[Float[Array, "T H V"], Float[Array, "layers S H K V"]]:
     """See `kda.api.kda_prefill`. bf16 q, k, v, raw gate take bf16 products; any in fp32 makes all of it fp32.
 
-    Keys and values narrower than 128 are padded with zeros, which is exact but copies the pool.
-
     Args:
       chunk: 64.
       interpret: passed on to `pallas_call`, for tests without a TPU.
       name: of the kernel, for profiles.
 
     Raises:
-      ValueError: a width over 128, another chunk, a pool that is neither fp32 nor bf16, or a head that does not fit.
+      ValueError: K or V other than 128, another chunk, a pool that is neither fp32 nor bf16, or heads that do not
+        fit into VMEM.
     """
     count, heads, key = q.shape
     value = v.shape[-1]
     if chunk != CHUNK:
-        raise ValueError(f"kda_prefill on TPU: chunk is {CHUNK}, got {chunk}")
-    if max(key, value) > WIDTH:
-        raise ValueError(f"kda_prefill on TPU: key and value width up to {WIDTH}, got {key} and {value}")
+        raise ValueError(f"kda_prefill on TPU: chunk must be {CHUNK}, got {chunk}")
+    if (key, value) != (WIDTH, WIDTH):
+        raise ValueError(f"kda_prefill on TPU: K and V must be {WIDTH}, got {key} and {value}")
     if states.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"kda_prefill on TPU: states in float32 or bfloat16, got {states.dtype}")
     inputs = (q, k, v, raw_gate)
@@ -522,17 +516,14 @@ def prefill(
     rows_padded = max(WINDOW, -(-count // ALIGN) * ALIGN)
 
     def packed(x):
-        x = jnp.pad(x.astype(dtype), ((0, rows_padded - count), (0, 0), (0, WIDTH - x.shape[-1])))
-        return x.reshape(rows_padded, heads * WIDTH)
+        return jnp.pad(x.astype(dtype).reshape(count, heads * WIDTH), ((0, rows_padded - count), (0, 0)))
 
     plan = chunk_plan(rows, count, CHUNK, ALIGN, layer, read, write, emit_position, emit_slot)
-    gate = arithmetic.gate_constants(a_log, jnp.pad(dt_bias, ((0, 0), (0, WIDTH - key))))
-    pool = jnp.pad(states, ((0, 0), (0, 0), (0, 0), (0, WIDTH - key), (0, WIDTH - value)))
-    out, pool = _call(
-        plan, [packed(x) for x in inputs], betas(raw_beta, plan, CHUNK, group),
-        gate.reshape(2, heads * WIDTH), pool, heads=group, arithmetic=arithmetic, scale=key**-0.5,
-        out_dtype=dtype, interpret=interpret, name=name,
+    gate = arithmetic.gate_constants(a_log, dt_bias).reshape(2, heads * WIDTH)
+    out, states = _call(
+        plan, [packed(x) for x in inputs], betas(raw_beta, plan, CHUNK, group), gate, states,
+        heads=group, arithmetic=arithmetic, scale=key**-0.5, out_dtype=dtype, interpret=interpret, name=name,
     )  # fmt: skip
+    # Blocks between rows were never written.
     valid = tokens(rows, count).valid[:, None, None]
-    out = jnp.where(valid, out[:count].reshape(count, heads, WIDTH)[..., :value], 0)
-    return out.astype(v.dtype), pool[..., :key, :value]
+    return jnp.where(valid, out[:count].reshape(v.shape), 0).astype(v.dtype), states

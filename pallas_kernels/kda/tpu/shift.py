@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 ALIGN = 16  # rows of a bf16 tile, and a multiple of those of an fp32 tile
 
 
-def packing(dtype: jnp.dtype) -> int:
+def packing(dtype: DTypeLike) -> int:
     """Rows that share a word."""
     return 4 // jnp.dtype(dtype).itemsize
 
 
-def tile_rows(dtype: jnp.dtype) -> int:
+def tile_rows(dtype: DTypeLike) -> int:
     """Rows of one vector register."""
     return 8 * packing(dtype)
 
@@ -32,14 +33,14 @@ def words(tile: jax.Array) -> jax.Array:
     return pltpu.bitcast(tile, jnp.int32)
 
 
-def fill_word(value: float, dtype: jnp.dtype) -> int:
+def fill_word(value: float, dtype: DTypeLike) -> int:
     """`value` in all rows of a word."""
     bits = int(np.asarray(value, dtype).view(np.uint16 if packing(dtype) == 2 else np.uint32))
     bits = bits * 0x10001 if packing(dtype) == 2 else bits
     return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
-def row_mask(low: jax.Array, high: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
+def row_mask(low: jax.Array, high: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
     """Bits of the rows low <= row < high of a tile, int32 [8, width]."""
     row = lax.broadcasted_iota(jnp.int32, (8, width), 0) * packing(dtype)
 
@@ -51,7 +52,7 @@ def row_mask(low: jax.Array, high: jax.Array, width: int, dtype: jnp.dtype) -> j
     return jnp.where(inside(row), 0xFFFF, 0) | jnp.where(inside(row + 1), -0x10000, 0)
 
 
-def moved_tile(load: Callable[[jax.Array], jax.Array], tiles: int, at: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def moved_tile(load: Callable[[jax.Array], jax.Array], tiles: int, at: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows at .. at + tile_rows of a run of tiles, as words; rows outside the run are arbitrary.
 
     Args:

@@ -1,6 +1,7 @@
 """Heads of one program of the prefill kernel, from what fits into VMEM."""
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.kda.tpu.chunk import CHUNK, WIDTH
 
@@ -13,7 +14,7 @@ VMEM_BYTES = {"v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "tpu7x": 64 <
 VMEM_BUDGET = 48 << 20
 
 
-def vmem_bytes(heads: int, input_dtype: jnp.dtype, out_dtype: jnp.dtype, pool_dtype: jnp.dtype, exact: bool) -> int:
+def vmem_bytes(heads: int, input_dtype: DTypeLike, out_dtype: DTypeLike, pool_dtype: DTypeLike, exact: bool) -> int:
     """Bytes of VMEM that a program of `heads` heads asks for, buffers of both directions included."""
     row = heads * WIDTH
     state = heads * WIDTH * WIDTH
@@ -32,9 +33,9 @@ def vmem_bytes(heads: int, input_dtype: jnp.dtype, out_dtype: jnp.dtype, pool_dt
 
 def heads_per_program(
     heads: int,
-    input_dtype: jnp.dtype,
-    out_dtype: jnp.dtype,
-    pool_dtype: jnp.dtype,
+    input_dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    pool_dtype: DTypeLike,
     exact: bool,
     limit: int = VMEM_BUDGET,
 ) -> int:
