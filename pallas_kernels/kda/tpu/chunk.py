@@ -216,14 +216,15 @@ def prepare(
     yield None
     sums = ar.dot(constants.sums, parts)
     yield None
-    q_n, k_n, own = [], [], []
+    q_f32, k_f32, own = [], [], []
     for q_h, k_h in zip(q, k, strict=True):
         q_f, k_f = q_h.astype(jnp.float32), k_h.astype(jnp.float32)
         q_scale, k_scale = _inverse_norm(q_f) * scale, _inverse_norm(k_f)
-        q_n.append(ar.round(q_f * q_scale))
-        k_n.append(ar.round(k_f * k_scale))
+        q_f32.append(q_f * q_scale)
+        k_f32.append(k_f * k_scale)
         if not ar.midpoint:
             own.append(jnp.sum(q_f * k_f, axis=1, keepdims=True) * (q_scale * k_scale))
+    q_n, k_n = [ar.round(x) for x in q_f32], [ar.round(x) for x in k_f32]
     yield None
 
     def head(rows: int, h: int) -> jax.Array:
@@ -240,25 +241,21 @@ def prepare(
     kg = jnp.concatenate([k_n[h] * ar.round(decays[h].behind) for h in range(2)], axis=0)
     decay = jnp.concatenate([decays[h].whole for h in range(2)], axis=0)
 
-    def scores(left: list[jax.Array], right: list[jax.Array], n: int = 0) -> tuple[jax.Array, jax.Array]:
-        """q k^T and k k^T [C, 2C] with decayed rows on both sides; for n only rows of later blocks of n."""
-        if n % 16 == 0 and n:
-            left = [_later(x, n) for x in left]
-            rows = [[_later(x_h, n) * d_h for x_h, d_h in zip(x, left, strict=True)] for x in (q_n, k_n)]
-        else:
-            rows = [[x_h * d_h for x_h, d_h in zip(x, left, strict=True)] for x in (q_n, k_n)]
-            rows = [[_later(x_h, n) for x_h in x] if n else x for x in rows]
-        keys = [k_n[h] * right[h] for h in range(2)]
-        if n % 16 == 0 and n:
-            keys = [_earlier(x, n) for x in keys]
+    def scores(rows: list[list[jax.Array]], keys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """q k^T and k k^T [., 2C] of decayed rows of q and of k, and decayed keys, of each head."""
         pair = jnp.concatenate([jnp.concatenate(x, axis=1) for x in rows], axis=0)
         out = ar.dot(pair, _stack(keys[0], keys[1]), transposed=True)
         half = out.shape[0] // 2
         return out[:half], out[half:]
 
     def late_scores(which: str, n: int) -> tuple[jax.Array, jax.Array]:
+        """Only rows of later blocks of n."""
         d = [ar.round(getattr(x, which)) for x in decays]
-        return scores(d, d, n)
+        if n % 16:
+            rows = [[_later(x_h * d_h, n) for x_h, d_h in zip(x, d, strict=True)] for x in (q_n, k_n)]
+            return scores(rows, [k_h * d_h for k_h, d_h in zip(k_n, d, strict=True)])
+        rows = [[_later(x_h, n) * _later(d_h, n) for x_h, d_h in zip(x, d, strict=True)] for x in (q_n, k_n)]
+        return scores(rows, [_earlier(k_h * d_h, n) for k_h, d_h in zip(k_n, d, strict=True)])
 
     # Levels 32 and 16: M of these takes part in merges only.
     a_qk = [jnp.zeros((8, 2 * CHUNK), jnp.float32)] * 8
@@ -286,9 +283,11 @@ def prepare(
             x = _eights(head(0, h)), _eights(head(1, h))
             against = [ar.exp(-x[b % 2 == 0][b]) for b in range(8)]
             along = [_eights(up_to[h] if b % 2 else behind[h])[b] for b in range(8)]
-            left.append(ar.round(jnp.concatenate([along[b] if b % 2 else against[b] for b in range(8)], axis=0)))
-            right.append(ar.round(jnp.concatenate([against[b] if b % 2 else along[b] for b in range(8)], axis=0)))
-        s_q, s_k = scores(left, right)
+            left.append(jnp.concatenate([along[b] if b % 2 else against[b] for b in range(8)], axis=0))
+            right.append(jnp.concatenate([against[b] if b % 2 else along[b] for b in range(8)], axis=0))
+        # Most of the score of near rows comes from here, so products are rounded, not factors.
+        rows = [[ar.round(x_h * d_h) for x_h, d_h in zip(x, left, strict=True)] for x in (q_f32, k_f32)]
+        s_q, s_k = scores(rows, [ar.round(k_h * d_h) for k_h, d_h in zip(k_f32, right, strict=True)])
         yield None
         take(a_qk, list(_eights(s_q)), lambda x: (x < 4) | (x == _DIAGONAL))
         take(m, list(_eights(s_k)), lambda x: x < 4)
@@ -303,7 +302,8 @@ def prepare(
                 d = [ar.round(ar.exp(head(1 + number, h))) for h in range(2)]
             else:
                 d = [ar.round(jnp.where(odd, ar.exp(x), 1.0)) for x in g]
-            s_q, s_k = scores(d, d)
+            rows = [[x_h * d_h for x_h, d_h in zip(x, d, strict=True)] for x in (q_n, k_n)]
+            s_q, s_k = scores(rows, rows[1])
             yield None
             take(a_qk, list(_eights(s_q)), lambda x, number=number: x == number)
             take(m, list(_eights(s_k)), lambda x, number=number: x == number)

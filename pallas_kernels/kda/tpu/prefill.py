@@ -34,14 +34,14 @@ _STAGES = 32  # more than either phase has
 _SAVE_HEADS = 8  # heads whose masked updates are computed together
 
 
-def run_staggered(prepare: list[Iterator[None]], advance: list[Iterator[None]]) -> None:
+def run_staggered(prepare: list[Iterator[None]], advance: list[Iterator[None]], pace: float) -> None:
     """Emit all stages of both phases, in the order that lets the compiler overlap them.
 
-    At time t pair p is at stage t - p of `prepare` and stage (t - p / 2) / 1.5 of `advance`: neighbouring pairs are
+    At time t pair p is at stage t - p of `prepare` and stage (t - p / 2) / pace of `advance`: neighbouring pairs are
     then in different stages, which use different units. The order was found by replaying compiled schedules.
     """
     events = [(t + p, 1, p) for p in range(len(prepare)) for t in range(_STAGES)]
-    events += [(1.5 * t + 0.5 * p, 0, p) for p in range(len(advance)) for t in range(_STAGES)]
+    events += [(pace * t + 0.5 * p, 0, p) for p in range(len(advance)) for t in range(_STAGES)]
     for _, phase, p in sorted(events):
         next((advance, prepare)[phase][p], None)
 
@@ -363,7 +363,8 @@ class _Kernel:
                 self.load_copy(s).start()
 
         pairs = range(len(self.pairs))
-        run_staggered([self.prepare(p) for p in pairs], [self.advance(p) for p in pairs])
+        pace = 2.0 if self.ar.midpoint else 1.5
+        run_staggered([self.prepare(p) for p in pairs], [self.advance(p) for p in pairs], pace)
 
         @pl.when(s > 0)
         def _():
