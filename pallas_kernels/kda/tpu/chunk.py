@@ -146,8 +146,8 @@ def _decays(up_to: list[jax.Array], behind: list[jax.Array]) -> _Decays:
             else:
                 before[b] = before[b] * total[b // n + 1]
         total = [a * b for a, b in zip(total[0::2], total[1::2], strict=True)]
-    join = [jnp.concatenate(x, axis=0) for x in (*levels, after, before)]
-    return _Decays(*join, whole=total[0][:1])
+    eight, sixteen, thirtytwo, up, down = (jnp.concatenate(x, axis=0) for x in (*levels, after, before))
+    return _Decays(eight, sixteen, thirtytwo, up, down, whole=total[0][:1])
 
 
 def _later(x: jax.Array, n: int) -> jax.Array:
@@ -316,10 +316,10 @@ def prepare(
     block = _lanes(8) % CHUNK // _BLOCK
     folded = []
     for half in range(2):
-        x = m[half]
+        diagonal = m[half]
         for b in range(1, 4):
-            x = jnp.where(block == b, m[2 * b + half], x)
-        folded.append(x)
+            diagonal = jnp.where(block == b, m[2 * b + half], diagonal)
+        folded.append(diagonal)
     inverse = yield from _substitute(folded)
     return Prepared(
         read=(read[0], read[1]),
