@@ -22,7 +22,7 @@ from pallas_kernels.kda.tpu import chunk as chunk_math
 from pallas_kernels.kda.tpu.arithmetic import NEUTRAL_GATE, Arithmetic
 from pallas_kernels.kda.tpu.chunk import CHUNK, WIDTH, Constants, Prepared
 from pallas_kernels.kda.tpu.plan import ChunkPlan
-from pallas_kernels.kda.tpu.shift import ALIGN, fill_word, moved_tile, row_mask, tile_rows, words
+from pallas_kernels.kda.tpu.shift import ALIGN, fill_word, move, moved, row_mask, tile_rows, words
 from pallas_kernels.kda.tpu.tiles import BUFFERS, WINDOW
 
 INPUTS = 4  # q, k, v, raw gate
@@ -104,6 +104,8 @@ class Kernel:
         self.step = pl.program_id(1)
         self.used = plan.used_and_layer[0]
         self.layer = plan.used_and_layer[1]
+        # Heads whose rows are moved together.
+        self.together = 2 if heads % 2 == 0 else 1
         # A pair is two heads; the last of an odd number is its own partner and stored once.
         self.pairs = [(h, min(h + 1, heads - 1)) for h in range(0, heads, 2)]
 
@@ -115,6 +117,11 @@ class Kernel:
 
     def group_columns(self) -> Any:
         return pl.ds(pl.multiple_of(self.group * self.heads * WIDTH, WIDTH), self.heads * WIDTH)
+
+    def tile_words(self, ref: Any, tile: jax.Array, h: jax.Array) -> jax.Array:
+        """Tile of rows of head h, as words."""
+        tall = tile_rows(ref.dtype)
+        return words(ref[pl.ds(pl.multiple_of(tile * tall, tall), tall), self.columns(h)])
 
     def slots(self, c: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return self.plan.first[c], self.plan.low[c], self.plan.high[c]
@@ -149,30 +156,27 @@ class Kernel:
     def move_inputs(self, c: jax.Array) -> None:
         """Put the tokens of chunk c into their slots and neutral values into the others."""
         first, low, high = self.slots(c)
-        at = first - self.window(c)
+        dtype = self.refs.inputs.dtype
+        tall, count = tile_rows(dtype), CHUNK // tile_rows(dtype)
 
         @pl.when(self.plan.plain[c] == 0)
-        def move():
-            dtype = self.refs.inputs.dtype
-            tall = tile_rows(dtype)
-            count = WINDOW // tall
+        def rewrite():
+            tiles, within = move(first - self.window(c), count, WINDOW // tall, dtype)
+            masks = [row_mask(low - j * tall, high - j * tall, WIDTH, dtype) for j in range(count)]
 
-            def column(h, _):
-                for i in range(INPUTS):
-                    ref = self.refs.inputs.at[c % BUFFERS, i]
+            def columns(n, _):
+                # All loads come first: the compiler cannot know that they read nothing just stored.
+                refs = [self.refs.inputs.at[c % BUFFERS, i] for i in range(INPUTS)]
+                places = [(i, n * self.together + h) for i in range(INPUTS) for h in range(self.together)]
+                runs = [[self.tile_words(refs[i], t, h) for t in tiles] for i, h in places]
+                for (i, h), run in zip(places, runs, strict=True):
                     fill = fill_word(NEUTRAL_GATE if i == 3 else 0.0, dtype)
-
-                    def load(tile, ref=ref):
-                        return words(ref[pl.ds(pl.multiple_of(tile * tall, tall), tall), self.columns(h)])
-
-                    moved = [moved_tile(load, count, at + j * tall, dtype) for j in range(CHUNK // tall)]
-                    for j, x in enumerate(moved):
-                        mask = row_mask(low - j * tall, high - j * tall, WIDTH, dtype)
-                        x = (x & mask) | (jnp.full_like(x, fill) & ~mask)
-                        ref[pl.ds(j * tall, tall), self.columns(h)] = pltpu.bitcast(x, dtype)
+                    for j, (x, mask) in enumerate(zip(moved(run, within, dtype), masks, strict=True)):
+                        x = (x & mask) | (fill & ~mask)
+                        refs[i][pl.ds(j * tall, tall), self.columns(h)] = pltpu.bitcast(x, dtype)
                 return 0
 
-            lax.fori_loop(0, self.heads, column, 0)
+            lax.fori_loop(0, self.heads // self.together, columns, 0)
 
     # -- outputs
 
@@ -233,31 +237,31 @@ class Kernel:
         begin, _ = self.output_blocks(c)
 
         @pl.when(self.plan.plain[c] == 0)
-        def move():
+        def rewrite():
             dtype = self.refs.outputs.dtype
             tall = tile_rows(dtype)
             ref = self.refs.outputs.at[c % 2]
-            last = (first + high) // ALIGN * ALIGN - begin  # the block that the next chunk may share
+            # The block that the next chunk may share.
+            last = jnp.minimum((first + high) // ALIGN * ALIGN - begin, WINDOW - ALIGN)
+            tiles, within = move(begin - first, WINDOW // tall, CHUNK // tall, dtype)
+            at = first - begin
+            masks = [row_mask(at + low - j * tall, at + high - j * tall, WIDTH, dtype) for j in range(ALIGN // tall)]
 
-            def column(h, _):
-                def load(tile):
-                    return words(ref[pl.ds(pl.multiple_of(tile * tall, tall), tall), self.columns(h)])
-
-                moved = [
-                    moved_tile(load, CHUNK // tall, begin - first + j * tall, dtype) for j in range(WINDOW // tall)
-                ]
-                for j, x in enumerate(moved):
-                    at = first - begin - j * tall
-                    if j < ALIGN // tall:
-                        mask = row_mask(at + low, at + high, WIDTH, dtype)
-                        before = words(self.refs.carry[j * tall : (j + 1) * tall, self.columns(h)])
-                        x = (x & mask) | (before & ~mask)
-                    ref[j * tall : (j + 1) * tall, self.columns(h)] = pltpu.bitcast(x, dtype)
-                last_block = pl.ds(pl.multiple_of(jnp.minimum(last, WINDOW - ALIGN), ALIGN), ALIGN)
-                self.refs.carry[:, self.columns(h)] = ref[last_block, self.columns(h)]
+            def columns(n, _):
+                heads = [n * self.together + h for h in range(self.together)]
+                runs = [[self.tile_words(ref, t, h) for t in tiles] for h in heads]
+                before = [words(self.refs.carry[:, self.columns(h)]) for h in heads]
+                for h, run, old in zip(heads, runs, before, strict=True):
+                    for j, x in enumerate(moved(run, within, dtype)):
+                        if j < ALIGN // tall:
+                            x = (x & masks[j]) | (old[8 * j : 8 * j + 8] & ~masks[j])
+                        ref[j * tall : (j + 1) * tall, self.columns(h)] = pltpu.bitcast(x, dtype)
+                for h in heads:
+                    block = ref[pl.ds(pl.multiple_of(last, ALIGN), ALIGN), self.columns(h)]
+                    self.refs.carry[:, self.columns(h)] = block
                 return 0
 
-            lax.fori_loop(0, self.heads, column, 0)
+            lax.fori_loop(0, self.heads // self.together, columns, 0)
 
     # -- states
 

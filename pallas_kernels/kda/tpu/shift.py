@@ -6,7 +6,8 @@ tokens, the window is rewritten once in place. A chunk that is full and lies on 
 32 bits share words (row 2 i in the low half of word row i), so a move by an odd number of rows joins two halves.
 """
 
-from collections.abc import Callable
+import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,28 +53,38 @@ def row_mask(low: jax.Array, high: jax.Array, width: int, dtype: DTypeLike) -> j
     return jnp.where(inside(row), 0xFFFF, 0) | jnp.where(inside(row + 1), -0x10000, 0)
 
 
-def moved_tile(load: Callable[[jax.Array], jax.Array], tiles: int, at: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows at .. at + tile_rows of a run of tiles, as words; rows outside the run are arbitrary.
+class Move(NamedTuple):
+    """Where rows at .. at + tile_rows * count of a run of tiles lie: the same for all columns, so found once.
 
-    Args:
-      load: tile number to words [8, N].
-      tiles: tiles of the run.
-      at: first row, may be negative.
+    Attributes:
+      tiles: count + 1 tile numbers, clamped to the run.
+      within: rows of the first tile to pass over.
     """
-    number = at // tile_rows(dtype)
-    within = at % tile_rows(dtype)
-    a = load(jnp.clip(number, 0, tiles - 1))
-    b = load(jnp.clip(number + 1, 0, tiles - 1))
-    row = lax.broadcasted_iota(jnp.int32, a.shape, 0)
 
-    def from_word(n):
-        back = (8 - n) % 8
-        return jnp.where(row < 8 - n, pltpu.roll(a, back, 0), pltpu.roll(b, back, 0))
+    tiles: list[jax.Array]
+    within: jax.Array
+
+
+def move(at: jax.Array, count: int, tiles: int, dtype: DTypeLike) -> Move:
+    """The move that puts row `at`, which may be negative, first, for a run of `tiles` tiles."""
+    tall = tile_rows(dtype)
+    return Move([jnp.clip(at // tall + t, 0, tiles - 1) for t in range(count + 1)], at % tall)
+
+
+def moved(run: list[jax.Array], within: jax.Array, dtype: DTypeLike) -> list[jax.Array]:
+    """The tiles of a move, int32 [8, N] words each as are those of `run`; rows from outside it are arbitrary."""
+    row = lax.broadcasted_iota(jnp.int32, run[0].shape, 0)
+
+    def from_word(n: jax.Array) -> list[jax.Array]:
+        turned = [pltpu.roll(x, (8 - n) % 8, 0) for x in run]
+        return [jnp.where(row < 8 - n, a, b) for a, b in itertools.pairwise(turned)]
 
     if packing(dtype) == 1:
         return from_word(within)
     odd = within % 2
-    bits = jnp.broadcast_to(16 * odd, a.shape)
-    low, high = from_word(within // 2), from_word(within // 2 + odd)
+    bits = jnp.broadcast_to(16 * odd, row.shape)
     # An even move meets the same word twice, unshifted.
-    return lax.shift_right_logical(low, bits) | lax.shift_left(high, bits)
+    return [
+        lax.shift_right_logical(low, bits) | lax.shift_left(high, bits)
+        for low, high in zip(from_word(within // 2), from_word(within // 2 + odd), strict=True)
+    ]

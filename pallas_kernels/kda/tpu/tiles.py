@@ -9,9 +9,10 @@ MAX_HEADS = 16  # beyond that compile time grows faster than speed
 WINDOW = CHUNK + 16  # packed rows that hold a chunk at any offset
 BUFFERS = 3  # a chunk in flight, one being prepared, one being carried through the state
 
-# Bytes of VMEM of a core, of which the compiler keeps a part for register spills and its own buffers.
+# Bytes of VMEM of a core. One budget for all, so that a program is cut alike everywhere; the rest is for register
+# spills and buffers of the compiler.
 VMEM_BYTES = {"v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "tpu7x": 64 << 20}
-VMEM_BUDGET = 48 << 20
+VMEM_BUDGET = 3 * min(VMEM_BYTES.values()) // 4
 
 
 def vmem_bytes(heads: int, input_dtype: DTypeLike, out_dtype: DTypeLike, pool_dtype: DTypeLike, exact: bool) -> int:
@@ -26,8 +27,9 @@ def vmem_bytes(heads: int, input_dtype: DTypeLike, out_dtype: DTypeLike, pool_dt
     # read, kg, a_qk, m, inverse and decay of a pair, and u.
     prepared = pairs * (operand * (4 + 2 + 1 + 1) * CHUNK * WIDTH + 4 * (16 + 8) * WIDTH)
     corrections = operand * CHUNK * row
-    beta = 4 * 2 * 2 * CHUNK * 128
-    constants = 2 * (4 * CHUNK * 2 * CHUNK * operand + CHUNK * 2 * CHUNK * 4 + 8 * row * 4)
+    beta = BUFFERS * (2 * CHUNK * WIDTH + 4 * max(pairs, 8) * 2 * CHUNK)
+    selector = 2 * 3 * max(heads, 8) * pairs * 2 * CHUNK
+    constants = 2 * (4 * CHUNK * 2 * CHUNK * operand + CHUNK * 2 * CHUNK * 4 + 8 * row * 4 + selector)
     return inputs + outputs + states + prepared + corrections + beta + constants
 
 
