@@ -1,0 +1,90 @@
+"""Groups of 16 packed tokens and the pieces of rows in them: what the TPU kernel is told about a step.
+
+Cutting the packed axis at fixed places keeps every block of activations aligned in memory whatever the offsets of
+rows; a row is met as one piece for each group it has tokens in.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from pallas_kernels.rows import RaggedRows
+from pallas_kernels.saves import saves
+
+GROUP = 16
+
+# Kinds of groups.
+EMPTY = 0  # no token of any row
+INNER = 1  # tokens of one row, all behind its first three, and no state is saved
+DECODE = 2  # every piece is a row of one token
+MIXED = 3  # anything else
+
+
+class Groups(NamedTuple):
+    """Per group (G) and per present row in packed order (R, absent ones last).
+
+    Attributes:
+      kind: [G] one of the kinds above.
+      first, count: [G] the rows that have tokens in the group are first .. first + count - 1.
+      ordinal: [G] how many groups of kind DECODE come before.
+      following: [G] index of the next group of kind DECODE, -1 if there is none.
+      offset, length: [R] as in `RaggedRows`; length 0 for absent rows.
+      read: [R] slot of the history, 0 for zeros.
+      end: [R * (E + 1)] packed index behind the last token of each saved state.
+      slot: [R * (E + 1)] where it goes, 0 for nowhere.
+    """
+
+    kind: Int32[Array, "G"]
+    first: Int32[Array, "G"]
+    count: Int32[Array, "G"]
+    ordinal: Int32[Array, "G"]
+    following: Int32[Array, "G"]
+    offset: Int32[Array, "R"]
+    length: Int32[Array, "R"]
+    read: Int32[Array, "R"]
+    end: Int32[Array, "n"]
+    slot: Int32[Array, "n"]
+
+
+def groups(
+    count: int,
+    rows: RaggedRows,
+    read: Int32[Array, "R"],
+    write: Int32[Array, "R"],
+    emit_position: Int32[Array, "R E"],
+    emit_slot: Int32[Array, "R E"],
+) -> Groups:
+    """Describe a step of `count` groups."""
+    present = rows.length > 0
+    order = jnp.argsort(~present, stable=True)
+    far = count * GROUP  # absent rows lie behind everything
+    offset = jnp.where(present, rows.offset, far)[order]
+    length = jnp.where(present, rows.length, 0)[order]
+    last = offset + length
+
+    wanted = saves(rows, write, emit_position, emit_slot)
+    shape = (rows.offset.shape[0], -1)
+    end = (rows.offset - rows.start)[wanted.row] + wanted.position
+    end, slot = (a.reshape(shape)[order] for a in (end, wanted.slot))
+
+    base = jnp.arange(count, dtype=jnp.int32)[:, None] * GROUP
+    inside = (offset < base + GROUP) & (last > base)  # [G, R]
+    first = jnp.sum(last <= base, axis=1, dtype=jnp.int32)
+    pieces = jnp.sum(inside, axis=1, dtype=jnp.int32)
+    longer = jnp.any(inside & (length != 1), axis=1)
+    saving = (slot != 0)[None] & (end[None] > base[..., None]) & (end[None] <= base[..., None] + GROUP)
+    covered = jnp.any((offset + 3 <= base) & (last >= base + GROUP), axis=1)
+    inner = covered & ~jnp.any(saving, axis=(1, 2))
+    kind = jnp.where(pieces == 0, EMPTY, jnp.where(inner, INNER, jnp.where(longer, MIXED, DECODE))).astype(jnp.int32)
+
+    decode = kind == DECODE
+    ordinal = jnp.cumsum(decode, dtype=jnp.int32) - decode
+    index = jnp.where(decode, jnp.arange(count, dtype=jnp.int32), count)
+    later = jnp.concatenate([jax.lax.cummin(index, reverse=True)[1:], jnp.full((1,), count, jnp.int32)])
+    following = jnp.where(later < count, later, -1)
+    return Groups(
+        kind, first, pieces, ordinal, following, offset, length, jnp.where(present, read, 0)[order],
+        end.ravel(), slot.ravel(),
+    )  # fmt: skip

@@ -1,0 +1,377 @@
+"""Short causal convolution as one TPU kernel.
+
+    y_t = SiLU( sum_j w_j x_{t - W + 1 + j} )        W = 4
+
+Memory bound: each input is read once, each output and each saved history written once. The packed axis is cut into
+groups of 16 tokens (`conv1d.groups`), whose kind decides what is done:
+
+- INNER, the bulk of a prefill. A column of 128 channels is widened to fp32 into a window in vector memory that still
+  holds the last tokens of the group before. Loads at any row of that window are free, so the three earlier inputs are
+  three more loads.
+- DECODE, rows of one token. A history is [3, channels / 128, 128] in the pool, so one row fills whole registers; its
+  token is gathered from the window, and the shifted history goes out in one copy of four consecutive planes, the
+  last of which is the token. Histories come in two groups ahead.
+- MIXED, any ragged edge. As INNER, then the first tokens of every row that begins here are done again behind their
+  history, and states are saved from the window.
+
+The pool is seen as [layers, S, 3, channels / 128, 128]: docs/12-conv-kernel.md says why, and how to hold it so that
+the reshape costs nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.conv1d.groups import DECODE, EMPTY, GROUP, INNER, MIXED, Groups, groups
+from pallas_kernels.rows import RaggedRows
+
+LANES = 128
+TAPS = 4
+PAST = TAPS - 1
+TAIL = 8  # rows of the window that are older than the group
+WINDOW = TAIL + GROUP + 8  # the last eight are only ever read into rows that are thrown away
+JOINED = 16  # rows of history and first tokens side by side
+RING = 3  # groups of histories on their way in, in use and on their way out
+UNROLL = 8  # columns of 128 channels done at once
+
+
+def refusal(x: Float[Array, "T C"], weight: Float[Array, "W C"]) -> str | None:
+    """Why the kernel cannot run on these shapes; None if it can."""
+    if weight.shape[0] != TAPS:
+        return f"the TPU kernel has {TAPS} taps, not {weight.shape[0]}"
+    if x.shape[1] % LANES:
+        return f"the TPU kernel needs channels in multiples of {LANES}, not {x.shape[1]}"
+    return None
+
+
+def causal_conv1d(
+    x: Float[Array, "T C"],
+    weight: Float[Array, "W C"],
+    conv_states: Float[Array, "layers S W1 C"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    read: Int32[Array, "R"],
+    write: Int32[Array, "R"],
+    emit_position: Int32[Array, "R E"],
+    emit_slot: Int32[Array, "R E"],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "T C"], Float[Array, "layers S W1 C"]]:
+    """See `conv1d.api.causal_conv1d`; 4 taps, channels in multiples of 128.
+
+    Histories are read while others are written, so a slot that one row writes must not be read by another row of
+    the same call. A row may write the slot it reads.
+
+    Raises:
+      ValueError: another number of taps or channels.
+    """
+    if why := refusal(x, weight):
+        raise ValueError(f"causal_conv1d: {why}")
+    tokens, channels = x.shape
+    columns = channels // LANES
+    tile = min(128, -(-tokens // GROUP) * GROUP)
+    steps = -(-tokens // tile)
+    plan = groups(steps * tile // GROUP, rows, read, write, emit_position, emit_slot)
+    # SiLU(a) = h tanh h + h with h = a / 2, and halving is exact.
+    taps = jnp.zeros((columns, 8, LANES), jnp.float32)
+    taps = taps.at[:, :TAPS].set(0.5 * weight.astype(jnp.float32).reshape(TAPS, columns, LANES).transpose(1, 0, 2))
+    pool = conv_states.reshape(*conv_states.shape[:3], columns, LANES)
+    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *plan)
+
+    block = pl.BlockSpec((tile, channels), lambda i, *_: (i, 0))
+    history = (PAST, columns, LANES)
+    scratch = (
+        pltpu.VMEM((columns * WINDOW, LANES), jnp.float32),  # window
+        pltpu.VMEM((columns * WINDOW, LANES), jnp.float32),  # outputs of a group, where they are not final at once
+        pltpu.VMEM((columns * JOINED, LANES), jnp.float32),  # joined
+        pltpu.VMEM((GROUP, LANES), jnp.int32),  # which tokens of the group exist
+        pltpu.VMEM((RING, GROUP, TAPS, columns, LANES), pool.dtype),  # ring
+        pltpu.VMEM((2, *history), pool.dtype),  # past
+        pltpu.VMEM((2, *history), pool.dtype),  # kept
+        pltpu.SMEM((RING,), jnp.int32),  # copies out of each part of the ring that were not waited for
+        pltpu.SMEM((1,), jnp.int32),  # copies out of `kept` so far
+        pltpu.SemaphoreType.DMA((RING, GROUP)),
+        pltpu.SemaphoreType.DMA((RING,)),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA((2,)),
+    )
+    y, pool = pl.pallas_call(
+        _body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(steps,),
+            in_specs=[
+                block,
+                pl.BlockSpec(memory_space=pltpu.VMEM),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+            ],
+            out_specs=[block, pl.BlockSpec(memory_space=pltpu.HBM)],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
+        input_output_aliases={len(scalars) + 2: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=_vmem_bytes(tile, channels, x.dtype, pool.dtype)
+        ),
+        interpret=interpret,
+        name="causal_conv1d",
+    )(*scalars, x, taps.reshape(columns * 8, LANES), pool)
+    return y, pool.reshape(conv_states.shape)
+
+
+def _vmem_bytes(tile: int, channels: int, x_dtype: Any, pool_dtype: Any) -> int:
+    """Blocks (double-buffered, in and out), scratch, and room for the compiler."""
+    blocks = 4 * tile * channels * jnp.dtype(x_dtype).itemsize
+    fp32 = 4 * channels * (2 * WINDOW + JOINED + 8)
+    histories = (RING * GROUP * TAPS + 4 * PAST) * channels * jnp.dtype(pool_dtype).itemsize
+    # Columns of 128 channels are padded to whole tiles of rows.
+    return int(1.25 * (blocks + fp32 + 2 * histories)) + (4 << 20)
+
+
+def _silu_of_twice(h: Array) -> Array:
+    return h * jnp.tanh(h) + h
+
+
+def _each_column(columns: int, work: Callable[[Any], None]) -> None:
+    """Do `work` for every column of 128 channels, several at once so that they overlap."""
+    whole = columns // UNROLL
+
+    @pl.loop(0, whole)
+    def _(i: Any) -> None:
+        for j in range(UNROLL):
+            work(i * UNROLL + j)
+
+    for column in range(whole * UNROLL, columns):
+        work(column)
+
+
+def _body(
+    # scalars
+    layer, kind, first, count, ordinal, following, offset, length, read, end, slot,
+    # blocks, taps, pool (the output is the input)
+    x, taps, _pool, y, pool,
+    # scratch
+    window, outputs, joined, exists, ring, past, kept, ring_sent, kept_sent, arrived, sent, past_arrived, kept_gone,
+) -> None:  # fmt: skip
+    """One tile of tokens; its groups in order."""
+    columns = window.shape[0] // WINDOW
+    saves_a_row = end.shape[0] // offset.shape[0]
+    tile = x.shape[0]
+    step, steps = pl.program_id(0), pl.num_programs(0)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        kept_sent[0] = 0
+        for part in range(RING):
+            ring_sent[part] = 0
+
+    def tap(j: int, column: Any) -> Array:
+        return taps[pl.ds(column * 8 + j, 1), :]
+
+    def advance(column: Any, at: Any) -> Array:
+        """Move the window of one column on by a group; returns the group's inputs."""
+        row = pl.multiple_of(column * WINDOW, 8)
+        window[pl.ds(row, TAIL), :] = window[pl.ds(row + GROUP, TAIL), :]
+        lane = pl.multiple_of(column * LANES, LANES)
+        new = x[pl.ds(at, GROUP), pl.ds(lane, LANES)].astype(jnp.float32)
+        window[pl.ds(row + TAIL, GROUP), :] = new
+        return new
+
+    def convolve(column: Any, new: Array) -> Array:
+        """Outputs of a group behind what the window holds."""
+        total = tap(PAST, column) * new
+        for ago in range(1, TAPS):
+            total += tap(PAST - ago, column) * window[pl.ds(column * WINDOW + TAIL - ago, GROUP), :]
+        return _silu_of_twice(total)
+
+    def put(column: Any, at: Any, value: Array) -> None:
+        lane = pl.multiple_of(column * LANES, LANES)
+        y[pl.ds(at, GROUP), pl.ds(lane, LANES)] = value.astype(y.dtype)
+
+    def put_existing(at: Any) -> None:
+        def work(column: Any) -> None:
+            value = outputs[pl.ds(pl.multiple_of(column * WINDOW + TAIL, 8), GROUP), :]
+            put(column, at, jnp.where(exists[...] != 0, value, 0.0))
+
+        _each_column(columns, work)
+
+    def note_existing(group: Any) -> None:
+        token = lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 0) + group * GROUP
+        exists[...] = jnp.zeros((GROUP, LANES), jnp.int32)
+
+        @pl.loop(first[group], first[group] + count[group])
+        def _(row: Any) -> None:
+            inside = (token >= offset[row]) & (token < offset[row] + length[row])
+            exists[...] = jnp.where(inside, 1, exists[...])
+
+    # Rows of one token.
+
+    def history_in(group: Any, piece: Any) -> Any:
+        part, row = lax.rem(ordinal[group], RING), first[group] + piece
+        planes = ring.at[part, piece, pl.ds(0, PAST)]
+        return pltpu.make_async_copy(pool.at[layer[0], read[row]], planes, arrived.at[part, piece])
+
+    def history_out(part: Any, piece: Any, to: Any) -> Any:
+        planes = ring.at[part, piece, pl.ds(1, PAST)]
+        return pltpu.make_async_copy(planes, pool.at[layer[0], to], sent.at[part])
+
+    def fetch_histories(group: Any) -> None:
+        @pl.loop(0, count[group])
+        def _(piece: Any) -> None:
+            pl.when(read[first[group] + piece] != 0)(lambda: history_in(group, piece).start())
+
+    def await_ring(part: Any) -> None:
+        pl.loop(0, ring_sent[part])(lambda _: history_out(part, 0, 0).wait())
+        ring_sent[part] = 0
+
+    def decode_row(part: Any, piece: Any, token: Any) -> None:
+        for column in range(0, columns, GROUP):
+            width = min(GROUP, columns - column)
+            here = pl.ds(column, width)
+            old = [ring[part, piece, j, here, :].astype(jnp.float32) for j in range(PAST)]
+            across = pl.ds(column * WINDOW + TAIL + token, width, stride=WINDOW)
+            new = window[across, :]
+            total = taps[pl.ds(column * 8 + PAST, width, stride=8), :] * new
+            for j in reversed(range(PAST)):
+                total += taps[pl.ds(column * 8 + j, width, stride=8), :] * old[j]
+            outputs[across, :] = _silu_of_twice(total)
+            ring[part, piece, PAST, here, :] = new.astype(ring.dtype)
+
+    def decode(group: Any, at: Any) -> None:
+        part = lax.rem(ordinal[group], RING)
+        pl.when(ordinal[group] == 0)(lambda: fetch_histories(group))
+
+        @pl.when(following[group] >= 0)
+        def _() -> None:
+            await_ring(lax.rem(ordinal[group] + 1, RING))
+            fetch_histories(following[group])
+
+        _each_column(columns, lambda column: (advance(column, at), None)[1])
+        note_existing(group)
+
+        @pl.loop(0, count[group])
+        def _(piece: Any) -> None:
+            row = first[group] + piece
+
+            @pl.when(read[row] == 0)
+            def _() -> None:
+                ring[part, piece, pl.ds(0, PAST)] = jnp.zeros(ring.shape[3:], ring.dtype)[None].repeat(PAST, 0)
+
+            pl.when(read[row] != 0)(lambda: history_in(group, piece).wait())
+            decode_row(part, piece, offset[row] - group * GROUP)
+            for save in range(saves_a_row):
+                to = slot[row * saves_a_row + save]
+
+                @pl.when(to != 0)
+                def _(to: Any = to) -> None:
+                    history_out(part, piece, to).start()
+                    ring_sent[part] += 1
+
+        put_existing(at)
+
+    # Ragged edges.
+
+    def past_in(row: Any) -> Any:
+        part = lax.rem(row, 2)
+        return pltpu.make_async_copy(pool.at[layer[0], read[row]], past.at[part], past_arrived.at[part])
+
+    def starts_here(group: Any, row: Any) -> Any:
+        """Whether the group has one of the first three tokens of the row."""
+        return offset[row] - group * GROUP > -PAST
+
+    def join(row: Any, begin: Any) -> None:
+        """History of a row and its first eight tokens, side by side."""
+        for j in range(PAST):
+            for column in range(0, columns, GROUP):
+                width = min(GROUP, columns - column)
+                old = past[lax.rem(row, 2), j, pl.ds(column, width), :].astype(jnp.float32)
+                old = jnp.where(read[row] != 0, old, 0.0)
+                joined[pl.ds(column * JOINED + j, width, stride=JOINED), :] = old
+
+        def work(column: Any) -> None:
+            at = column * JOINED
+            joined[pl.ds(at + PAST, 8), :] = window[pl.ds(column * WINDOW + TAIL + begin, 8), :]
+            total = tap(PAST, column) * joined[pl.ds(at + PAST, 8), :]
+            for ago in range(1, TAPS):
+                total += tap(PAST - ago, column) * joined[pl.ds(at + PAST - ago, 8), :]
+            # Tokens of later rows among these are done again with their own row.
+            outputs[pl.ds(column * WINDOW + TAIL + begin, 8), :] = _silu_of_twice(total)
+
+        _each_column(columns, work)
+
+    def keep(source: Any, height: int, at: Any, to: Any) -> None:
+        """Save three consecutive rows of `source`, which has `height` rows a column."""
+        turn = kept_sent[0]
+        part = lax.rem(turn, 2)
+        copy = pltpu.make_async_copy(kept.at[part], pool.at[layer[0], to], kept_gone.at[part])
+        pl.when(turn >= 2)(copy.wait)
+        for j in range(PAST):
+            for column in range(0, columns, GROUP):
+                width = min(GROUP, columns - column)
+                rows = source[pl.ds(column * height + at + j, width, stride=height), :]
+                kept[part, j, pl.ds(column, width), :] = rows.astype(kept.dtype)
+        copy.start()
+        kept_sent[0] = turn + 1
+
+    def mixed(group: Any, at: Any) -> None:
+        def wanted(row: Any) -> Any:
+            return starts_here(group, row) & (read[row] != 0)
+
+        behind = first[group] + count[group]
+        pl.when(wanted(first[group]))(lambda: past_in(first[group]).start())
+
+        def work(column: Any) -> None:
+            value = convolve(column, advance(column, at))
+            outputs[pl.ds(pl.multiple_of(column * WINDOW + TAIL, 8), GROUP), :] = value
+
+        _each_column(columns, work)
+        note_existing(group)
+
+        @pl.loop(first[group], behind)
+        def _(row: Any) -> None:
+            begin = offset[row] - group * GROUP
+            after = jnp.minimum(row + 1, behind - 1)
+            pl.when((row + 1 < behind) & wanted(after))(lambda: past_in(after).start())
+            pl.when(wanted(row))(lambda: past_in(row).wait())
+            pl.when(starts_here(group, row))(lambda: join(row, begin))
+            for save in range(saves_a_row):
+                to = slot[row * saves_a_row + save]
+                stop = end[row * saves_a_row + save] - group * GROUP
+                here = (to != 0) & (stop > 0) & (stop <= GROUP)
+                short = stop - begin < PAST
+                pl.when(here & short)(lambda to=to, stop=stop: keep(joined, JOINED, stop - begin, to))
+                pl.when(here & ~short)(lambda to=to, stop=stop: keep(window, WINDOW, TAIL + stop - PAST, to))
+
+        put_existing(at)
+
+    @pl.loop(0, tile // GROUP)
+    def _(i: Any) -> None:
+        group, at = step * (tile // GROUP) + i, pl.multiple_of(i * GROUP, GROUP)
+
+        @pl.when(kind[group] == EMPTY)
+        def _() -> None:
+            y[pl.ds(at, GROUP), :] = jnp.zeros((GROUP, y.shape[1]), y.dtype)
+
+        @pl.when(kind[group] == INNER)
+        def _() -> None:
+            _each_column(columns, lambda column: put(column, at, convolve(column, advance(column, at))))
+
+        pl.when(kind[group] == DECODE)(lambda: decode(group, at))
+        pl.when(kind[group] == MIXED)(lambda: mixed(group, at))
+
+    @pl.when(step == steps - 1)
+    def _() -> None:
+        for part in range(RING):
+            await_ring(part)
+        for part in range(2):
+            copy = pltpu.make_async_copy(kept.at[part], pool.at[0, 0], kept_gone.at[part])
+            pl.when(kept_sent[0] > part)(copy.wait)
+
+
+__all__ = ["Groups", "causal_conv1d", "refusal"]
