@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
     used: Int32[Array, ""]
 
 
-def _owner(ends: Int32[Array, "R"], items: int) -> Int32[Array, "n"]:
+def owner(ends: Int32[Array, "R"], items: int) -> Int32[Array, "n"]:
     """For each of `items` indices the first row whose (ascending) end lies beyond it."""
     return jnp.sum(ends[None, :] <= jnp.arange(items, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
 
@@ -70,7 +70,7 @@ def tokens(rows: RaggedRows, count: int) -> Tokens:
     # Absent rows may carry any offset; the running maximum keeps the ends ascending.
     ends = jnp.where(rows.length > 0, rows.offset + rows.length, 0)
     ends = jnp.max(jnp.where(jnp.tri(ends.shape[0], dtype=bool), ends[None, :], 0), axis=1)
-    row = _owner(ends, count)
+    row = owner(ends, count)
     inside = row < rows.offset.shape[0]
     row = jnp.where(inside, row, 0)
     index = jnp.arange(count, dtype=jnp.int32) - rows.offset[row]
@@ -106,7 +106,7 @@ def tiles(rows: RaggedRows, tile: int, anchored: bool, max_tiles: int) -> Tiles:
     needed = jnp.where(present, (lead + rows.length + tile - 1) // tile, 0)
     ends = jnp.cumsum(needed, dtype=jnp.int32)
     base = ends - needed
-    row = _owner(ends, max_tiles)
+    row = owner(ends, max_tiles)
     used = row < needed.shape[0]
     row = jnp.where(used, row, 0)
     begin = (jnp.arange(max_tiles, dtype=jnp.int32) - base[row]) * tile - lead[row]

@@ -1,4 +1,4 @@
-"""Groups of 16 packed tokens and the pieces of rows in them: what the TPU kernel is told about a step.
+"""Groups of 32 packed tokens and the pieces of rows in them: what the TPU kernel is told about a step.
 
 Cutting the packed axis at fixed places keeps every block of activations aligned in memory whatever the offsets of
 rows; a row is met as one piece for each group it has tokens in.
@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.rows import RaggedRows
+from pallas_kernels.rows import RaggedRows, owner
 from pallas_kernels.saves import saves
 
-GROUP = 16
+GROUP = 32
+PAST = 3  # inputs before a token that it needs
+RING = 3  # groups of kind DECODE under way at once
 
 # Kinds of groups.
 EMPTY = 0  # no token of any row
@@ -28,8 +30,12 @@ class Groups(NamedTuple):
     Attributes:
       kind: [G] one of the kinds above.
       first, count: [G] the rows that have tokens in the group are first .. first + count - 1.
-      ordinal: [G] how many groups of kind DECODE come before.
+      begins: [G] 1 for the first group of kind DECODE.
+      part: [G] groups of kind DECODE before this one, modulo RING.
       following: [G] index of the next group of kind DECODE, -1 if there is none.
+      turn: [R] in groups of kind MIXED, rows of which one of the first PAST tokens is in the group are visited one
+        after another; the number of such visits before the first one of this row.
+      visited: [2 * R] the row of each visit, -1 behind the last.
       offset, length: [R] as in `RaggedRows`; length 0 for absent rows.
       read: [R] slot of the history, 0 for zeros.
       end: [R * (E + 1)] packed index behind the last token of each saved state.
@@ -39,10 +45,13 @@ class Groups(NamedTuple):
     kind: Int32[Array, "G"]
     first: Int32[Array, "G"]
     count: Int32[Array, "G"]
-    ordinal: Int32[Array, "G"]
+    begins: Int32[Array, "G"]
+    part: Int32[Array, "G"]
     following: Int32[Array, "G"]
     offset: Int32[Array, "R"]
     length: Int32[Array, "R"]
+    turn: Int32[Array, "R"]
+    visited: Int32[Array, "V"]
     read: Int32[Array, "R"]
     end: Int32[Array, "n"]
     slot: Int32[Array, "n"]
@@ -75,7 +84,7 @@ def groups(
     pieces = jnp.sum(inside, axis=1, dtype=jnp.int32)
     longer = jnp.any(inside & (length != 1), axis=1)
     saving = (slot != 0)[None] & (end[None] > base[..., None]) & (end[None] <= base[..., None] + GROUP)
-    covered = jnp.any((offset + 3 <= base) & (last >= base + GROUP), axis=1)
+    covered = jnp.any((offset + PAST <= base) & (last >= base + GROUP), axis=1)
     inner = covered & ~jnp.any(saving, axis=(1, 2))
     kind = jnp.where(pieces == 0, EMPTY, jnp.where(inner, INNER, jnp.where(longer, MIXED, DECODE))).astype(jnp.int32)
 
@@ -84,7 +93,15 @@ def groups(
     index = jnp.where(decode, jnp.arange(count, dtype=jnp.int32), count)
     later = jnp.concatenate([jax.lax.cummin(index, reverse=True)[1:], jnp.full((1,), count, jnp.int32)])
     following = jnp.where(later < count, later, -1)
+
+    # A row is visited in the group of its first token, and in the next if one of its first tokens is there too.
+    home = jnp.minimum(offset // GROUP, count - 1)
+    spread = (length > GROUP - offset % GROUP) & (offset % GROUP > GROUP - PAST)
+    visits = jnp.where(length > 0, (kind[home] == MIXED).astype(jnp.int32) + spread, 0)
+    passed = jnp.cumsum(visits, dtype=jnp.int32)
+    visited = owner(passed, 2 * offset.shape[0])
+    visited = jnp.where(visited < offset.shape[0], visited, -1)
     return Groups(
-        kind, first, pieces, ordinal, following, offset, length, jnp.where(present, read, 0)[order],
-        end.ravel(), slot.ravel(),
+        kind, first, pieces, (decode & (ordinal == 0)).astype(jnp.int32), ordinal % RING, following, offset, length,
+        passed - visits, visited, jnp.where(present, read, 0)[order], end.ravel(), slot.ravel(),
     )  # fmt: skip

@@ -19,7 +19,7 @@ the reshape costs nothing.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.conv1d.groups import DECODE, EMPTY, GROUP, INNER, MIXED, Groups, groups
+from pallas_kernels.conv1d.groups import DECODE, EMPTY, GROUP, INNER, MIXED, PAST, RING, groups
 from pallas_kernels.rows import RaggedRows
 
 LANES = 128
 TAPS = 4
-PAST = TAPS - 1
+TILE = 64  # tokens of a grid step
 TAIL = 8  # rows of the window that are older than the group
-WINDOW = TAIL + GROUP + 8  # the last eight are only ever read into rows that are thrown away
-JOINED = 16  # rows of history and first tokens side by side
-RING = 3  # groups of histories on their way in, in use and on their way out
-UNROLL = 8  # columns of 128 channels done at once
+# Rows of a column. They are read across columns too, which is twice as fast if their number is odd; the last ones are
+# only ever read into rows that are thrown away.
+WINDOW = TAIL + GROUP + 9
+JOINED = 17  # history and first tokens of a row side by side
+AHEAD = 4  # histories of ragged rows under way at once
+_ACROSS = 16  # columns of one register of bf16 history
+UNROLL = 16  # columns of 128 channels done at once
 
 
 def refusal(x: Float[Array, "T C"], weight: Float[Array, "W C"]) -> str | None:
@@ -75,12 +78,12 @@ def causal_conv1d(
         raise ValueError(f"causal_conv1d: {why}")
     tokens, channels = x.shape
     columns = channels // LANES
-    tile = min(128, -(-tokens // GROUP) * GROUP)
+    tile = min(TILE, -(-tokens // GROUP) * GROUP)
     steps = -(-tokens // tile)
     plan = groups(steps * tile // GROUP, rows, read, write, emit_position, emit_slot)
     # SiLU(a) = h tanh h + h with h = a / 2, and halving is exact.
-    taps = jnp.zeros((columns, 8, LANES), jnp.float32)
-    taps = taps.at[:, :TAPS].set(0.5 * weight.astype(jnp.float32).reshape(TAPS, columns, LANES).transpose(1, 0, 2))
+    half = 0.5 * weight.astype(jnp.float32).reshape(TAPS, columns, LANES)
+    by_column = jnp.pad(half.transpose(1, 0, 2), ((0, 0), (0, 8 - TAPS), (0, 0))).reshape(columns * 8, LANES)
     pool = conv_states.reshape(*conv_states.shape[:3], columns, LANES)
     scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *plan)
 
@@ -92,13 +95,13 @@ def causal_conv1d(
         pltpu.VMEM((columns * JOINED, LANES), jnp.float32),  # joined
         pltpu.VMEM((GROUP, LANES), jnp.int32),  # which tokens of the group exist
         pltpu.VMEM((RING, GROUP, TAPS, columns, LANES), pool.dtype),  # ring
-        pltpu.VMEM((2, *history), pool.dtype),  # past
+        pltpu.VMEM((AHEAD, *history), pool.dtype),  # past
         pltpu.VMEM((2, *history), pool.dtype),  # kept
         pltpu.SMEM((RING,), jnp.int32),  # copies out of each part of the ring that were not waited for
         pltpu.SMEM((1,), jnp.int32),  # copies out of `kept` so far
         pltpu.SemaphoreType.DMA((RING, GROUP)),
         pltpu.SemaphoreType.DMA((RING,)),
-        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA((AHEAD,)),
         pltpu.SemaphoreType.DMA((2,)),
     )
     y, pool = pl.pallas_call(
@@ -109,27 +112,31 @@ def causal_conv1d(
             in_specs=[
                 block,
                 pl.BlockSpec(memory_space=pltpu.VMEM),
+                pl.BlockSpec(memory_space=pltpu.VMEM),
                 pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=[block, pl.BlockSpec(memory_space=pltpu.HBM)],
             scratch_shapes=scratch,
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
-        input_output_aliases={len(scalars) + 2: 1},
+        input_output_aliases={len(scalars) + 3: 1},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=_vmem_bytes(tile, channels, x.dtype, pool.dtype)
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=_vmem_bytes(tile, channels, x.dtype, pool.dtype),
+            # A third of the scalar work of a decode step, and scalar work is what bounds it.
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="causal_conv1d",
-    )(*scalars, x, taps.reshape(columns * 8, LANES), pool)
+    )(*scalars, x, by_column, half, pool)
     return y, pool.reshape(conv_states.shape)
 
 
 def _vmem_bytes(tile: int, channels: int, x_dtype: Any, pool_dtype: Any) -> int:
     """Blocks (double-buffered, in and out), scratch, and room for the compiler."""
     blocks = 4 * tile * channels * jnp.dtype(x_dtype).itemsize
-    fp32 = 4 * channels * (2 * WINDOW + JOINED + 8)
-    histories = (RING * GROUP * TAPS + 4 * PAST) * channels * jnp.dtype(pool_dtype).itemsize
+    fp32 = 4 * channels * (2 * WINDOW + JOINED + 8 + TAPS)
+    histories = (RING * GROUP * TAPS + (AHEAD + 2) * PAST) * channels * jnp.dtype(pool_dtype).itemsize
     # Columns of 128 channels are padded to whole tiles of rows.
     return int(1.25 * (blocks + fp32 + 2 * histories)) + (4 << 20)
 
@@ -138,24 +145,38 @@ def _silu_of_twice(h: Array) -> Array:
     return h * jnp.tanh(h) + h
 
 
-def _each_column(columns: int, work: Callable[[Any], None]) -> None:
-    """Do `work` for every column of 128 channels, several at once so that they overlap."""
+class _Column(NamedTuple):
+    """A column of 128 channels as a traced and a fixed part, so that addresses share their arithmetic."""
+
+    base: Any
+    more: int
+
+    def rows(self, height: int, offset: Any = 0, count: int = GROUP) -> Any:
+        """Rows of a buffer with `height` rows a column."""
+        return pl.ds(self.base * height + offset + self.more * height, count)
+
+    def lanes(self) -> Any:
+        return pl.ds(pl.multiple_of(self.base * LANES, LANES) + self.more * LANES, LANES)
+
+
+def _each_column(columns: int, work: Callable[[_Column], None]) -> None:
+    """Do `work` for every column, several at once so that they overlap."""
     whole = columns // UNROLL
 
     @pl.loop(0, whole)
     def _(i: Any) -> None:
         for j in range(UNROLL):
-            work(i * UNROLL + j)
+            work(_Column(i * UNROLL, j))
 
     for column in range(whole * UNROLL, columns):
-        work(column)
+        work(_Column(0, column))
 
 
 def _body(
     # scalars
-    layer, kind, first, count, ordinal, following, offset, length, read, end, slot,
-    # blocks, taps, pool (the output is the input)
-    x, taps, _pool, y, pool,
+    layer, kind, first, count, begins, part_of, following, offset, length, turn, visited, read, end, slot,
+    # blocks, taps by column and by tap, pool (the output is the input)
+    x, taps, taps_across, _pool, y, pool,
     # scratch
     window, outputs, joined, exists, ring, past, kept, ring_sent, kept_sent, arrived, sent, past_arrived, kept_gone,
 ) -> None:  # fmt: skip
@@ -165,41 +186,41 @@ def _body(
     tile = x.shape[0]
     step, steps = pl.program_id(0), pl.num_programs(0)
 
-    @pl.when(step == 0)
-    def _() -> None:
-        kept_sent[0] = 0
-        for part in range(RING):
-            ring_sent[part] = 0
+    def tap(j: int, column: _Column) -> Array:
+        return taps[column.rows(8, j, 1), :]
 
-    def tap(j: int, column: Any) -> Array:
-        return taps[pl.ds(column * 8 + j, 1), :]
-
-    def advance(column: Any, at: Any) -> Array:
+    def advance(column: _Column, at: Any) -> Array:
         """Move the window of one column on by a group; returns the group's inputs."""
-        row = pl.multiple_of(column * WINDOW, 8)
-        window[pl.ds(row, TAIL), :] = window[pl.ds(row + GROUP, TAIL), :]
-        lane = pl.multiple_of(column * LANES, LANES)
-        new = x[pl.ds(at, GROUP), pl.ds(lane, LANES)].astype(jnp.float32)
-        window[pl.ds(row + TAIL, GROUP), :] = new
+        window[column.rows(WINDOW, 0, TAIL), :] = window[column.rows(WINDOW, GROUP, TAIL), :]
+        new = x[pl.ds(at, GROUP), column.lanes()].astype(jnp.float32)
+        window[column.rows(WINDOW, TAIL), :] = new
         return new
 
-    def convolve(column: Any, new: Array) -> Array:
+    def convolve(column: _Column, new: Array) -> Array:
         """Outputs of a group behind what the window holds."""
         total = tap(PAST, column) * new
         for ago in range(1, TAPS):
-            total += tap(PAST - ago, column) * window[pl.ds(column * WINDOW + TAIL - ago, GROUP), :]
+            total += tap(PAST - ago, column) * window[column.rows(WINDOW, TAIL - ago), :]
         return _silu_of_twice(total)
 
-    def put(column: Any, at: Any, value: Array) -> None:
-        lane = pl.multiple_of(column * LANES, LANES)
-        y[pl.ds(at, GROUP), pl.ds(lane, LANES)] = value.astype(y.dtype)
+    def put(column: _Column, at: Any, value: Array) -> None:
+        y[pl.ds(at, GROUP), column.lanes()] = value.astype(y.dtype)
 
-    def put_existing(at: Any) -> None:
-        def work(column: Any) -> None:
-            value = outputs[pl.ds(pl.multiple_of(column * WINDOW + TAIL, 8), GROUP), :]
-            put(column, at, jnp.where(exists[...] != 0, value, 0.0))
+    def put_outputs(group: Any, at: Any) -> None:
+        """Zeros for tokens of no row."""
 
-        _each_column(columns, work)
+        @pl.when(count[group] == GROUP)
+        def _() -> None:
+            _each_column(columns, lambda column: put(column, at, outputs[column.rows(WINDOW, TAIL), :]))
+
+        @pl.when(count[group] != GROUP)
+        def _() -> None:
+            note_existing(group)
+
+            def work(column: _Column) -> None:
+                put(column, at, jnp.where(exists[...] != 0, outputs[column.rows(WINDOW, TAIL), :], 0.0))
+
+            _each_column(columns, work)
 
     def note_existing(group: Any) -> None:
         token = lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 0) + group * GROUP
@@ -212,8 +233,8 @@ def _body(
 
     # Rows of one token.
 
-    def history_in(group: Any, piece: Any) -> Any:
-        part, row = lax.rem(ordinal[group], RING), first[group] + piece
+    def history_in(group: Any, piece: Any, row: Any) -> Any:
+        part = part_of[group]
         planes = ring.at[part, piece, pl.ds(0, PAST)]
         return pltpu.make_async_copy(pool.at[layer[0], read[row]], planes, arrived.at[part, piece])
 
@@ -224,36 +245,38 @@ def _body(
     def fetch_histories(group: Any) -> None:
         @pl.loop(0, count[group])
         def _(piece: Any) -> None:
-            pl.when(read[first[group] + piece] != 0)(lambda: history_in(group, piece).start())
+            row = first[group] + piece
+            pl.when(read[row] != 0)(lambda: history_in(group, piece, row).start())
 
     def await_ring(part: Any) -> None:
         pl.loop(0, ring_sent[part])(lambda _: history_out(part, 0, 0).wait())
         ring_sent[part] = 0
 
     def decode_row(part: Any, piece: Any, token: Any) -> None:
-        for column in range(0, columns, GROUP):
-            width = min(GROUP, columns - column)
+        for column in range(0, columns, _ACROSS):
+            width = min(_ACROSS, columns - column)
             here = pl.ds(column, width)
-            old = [ring[part, piece, j, here, :].astype(jnp.float32) for j in range(PAST)]
             across = pl.ds(column * WINDOW + TAIL + token, width, stride=WINDOW)
             new = window[across, :]
-            total = taps[pl.ds(column * 8 + PAST, width, stride=8), :] * new
+            total = taps_across[PAST, here, :] * new
             for j in reversed(range(PAST)):
-                total += taps[pl.ds(column * 8 + j, width, stride=8), :] * old[j]
+                total += taps_across[j, here, :] * ring[part, piece, j, here, :].astype(jnp.float32)
             outputs[across, :] = _silu_of_twice(total)
             ring[part, piece, PAST, here, :] = new.astype(ring.dtype)
 
     def decode(group: Any, at: Any) -> None:
-        part = lax.rem(ordinal[group], RING)
-        pl.when(ordinal[group] == 0)(lambda: fetch_histories(group))
+        part = part_of[group]
+        pl.when(begins[group] != 0)(lambda: fetch_histories(group))
 
         @pl.when(following[group] >= 0)
         def _() -> None:
-            await_ring(lax.rem(ordinal[group] + 1, RING))
+            await_ring(part_of[following[group]])
             fetch_histories(following[group])
 
-        _each_column(columns, lambda column: (advance(column, at), None)[1])
-        note_existing(group)
+        def work(column: _Column) -> None:
+            advance(column, at)
+
+        _each_column(columns, work)
 
         @pl.loop(0, count[group])
         def _(piece: Any) -> None:
@@ -261,9 +284,9 @@ def _body(
 
             @pl.when(read[row] == 0)
             def _() -> None:
-                ring[part, piece, pl.ds(0, PAST)] = jnp.zeros(ring.shape[3:], ring.dtype)[None].repeat(PAST, 0)
+                ring[part, piece, pl.ds(0, PAST)] = jnp.zeros((PAST, *ring.shape[3:]), ring.dtype)
 
-            pl.when(read[row] != 0)(lambda: history_in(group, piece).wait())
+            pl.when(read[row] != 0)(lambda: history_in(group, piece, row).wait())
             decode_row(part, piece, offset[row] - group * GROUP)
             for save in range(saves_a_row):
                 to = slot[row * saves_a_row + save]
@@ -273,73 +296,68 @@ def _body(
                     history_out(part, piece, to).start()
                     ring_sent[part] += 1
 
-        put_existing(at)
+        put_outputs(group, at)
 
     # Ragged edges.
 
-    def past_in(row: Any) -> Any:
-        part = lax.rem(row, 2)
+    def begin_past(visit: Any) -> None:
+        """Start the copy of the history that this visit needs, if there is such a visit and it needs one."""
+        row = jnp.where(visit < visited.shape[0], visited[jnp.minimum(visit, visited.shape[0] - 1)], -1)
+        pl.when((row >= 0) & (read[jnp.maximum(row, 0)] != 0))(lambda: past_in(visit, row).start())
+
+    def past_in(visit: Any, row: Any) -> Any:
+        part = visit & (AHEAD - 1)
         return pltpu.make_async_copy(pool.at[layer[0], read[row]], past.at[part], past_arrived.at[part])
 
-    def starts_here(group: Any, row: Any) -> Any:
-        """Whether the group has one of the first three tokens of the row."""
-        return offset[row] - group * GROUP > -PAST
-
-    def join(row: Any, begin: Any) -> None:
-        """History of a row and its first eight tokens, side by side."""
+    def join(row: Any, visit: Any, begin: Any) -> None:
+        """History of a row and its first eight tokens, side by side, and the outputs of these tokens."""
+        pl.when(read[row] != 0)(lambda: past_in(visit, row).wait())
         for j in range(PAST):
-            for column in range(0, columns, GROUP):
-                width = min(GROUP, columns - column)
-                old = past[lax.rem(row, 2), j, pl.ds(column, width), :].astype(jnp.float32)
+            for column in range(0, columns, _ACROSS):
+                width = min(_ACROSS, columns - column)
+                old = past[visit & (AHEAD - 1), j, pl.ds(column, width), :].astype(jnp.float32)
                 old = jnp.where(read[row] != 0, old, 0.0)
                 joined[pl.ds(column * JOINED + j, width, stride=JOINED), :] = old
 
-        def work(column: Any) -> None:
-            at = column * JOINED
-            joined[pl.ds(at + PAST, 8), :] = window[pl.ds(column * WINDOW + TAIL + begin, 8), :]
-            total = tap(PAST, column) * joined[pl.ds(at + PAST, 8), :]
+        begin_past(visit + AHEAD)
+
+        def work(column: _Column) -> None:
+            new = window[column.rows(WINDOW, TAIL + begin, 8), :]
+            joined[column.rows(JOINED, PAST, 8), :] = new
+            total = tap(PAST, column) * new
             for ago in range(1, TAPS):
-                total += tap(PAST - ago, column) * joined[pl.ds(at + PAST - ago, 8), :]
+                total += tap(PAST - ago, column) * joined[column.rows(JOINED, PAST - ago, 8), :]
             # Tokens of later rows among these are done again with their own row.
-            outputs[pl.ds(column * WINDOW + TAIL + begin, 8), :] = _silu_of_twice(total)
+            outputs[column.rows(WINDOW, TAIL + begin, 8), :] = _silu_of_twice(total)
 
         _each_column(columns, work)
 
     def keep(source: Any, height: int, at: Any, to: Any) -> None:
         """Save three consecutive rows of `source`, which has `height` rows a column."""
-        turn = kept_sent[0]
-        part = lax.rem(turn, 2)
+        gone = kept_sent[0]
+        part = gone & 1
         copy = pltpu.make_async_copy(kept.at[part], pool.at[layer[0], to], kept_gone.at[part])
-        pl.when(turn >= 2)(copy.wait)
+        pl.when(gone >= 2)(copy.wait)
         for j in range(PAST):
-            for column in range(0, columns, GROUP):
-                width = min(GROUP, columns - column)
+            for column in range(0, columns, _ACROSS):
+                width = min(_ACROSS, columns - column)
                 rows = source[pl.ds(column * height + at + j, width, stride=height), :]
                 kept[part, j, pl.ds(column, width), :] = rows.astype(kept.dtype)
         copy.start()
-        kept_sent[0] = turn + 1
+        kept_sent[0] = gone + 1
 
     def mixed(group: Any, at: Any) -> None:
-        def wanted(row: Any) -> Any:
-            return starts_here(group, row) & (read[row] != 0)
-
-        behind = first[group] + count[group]
-        pl.when(wanted(first[group]))(lambda: past_in(first[group]).start())
-
-        def work(column: Any) -> None:
-            value = convolve(column, advance(column, at))
-            outputs[pl.ds(pl.multiple_of(column * WINDOW + TAIL, 8), GROUP), :] = value
+        def work(column: _Column) -> None:
+            outputs[column.rows(WINDOW, TAIL), :] = convolve(column, advance(column, at))
 
         _each_column(columns, work)
-        note_existing(group)
 
-        @pl.loop(first[group], behind)
+        @pl.loop(first[group], first[group] + count[group])
         def _(row: Any) -> None:
             begin = offset[row] - group * GROUP
-            after = jnp.minimum(row + 1, behind - 1)
-            pl.when((row + 1 < behind) & wanted(after))(lambda: past_in(after).start())
-            pl.when(wanted(row))(lambda: past_in(row).wait())
-            pl.when(starts_here(group, row))(lambda: join(row, begin))
+            # The second visit of a row is the one in the group behind its first token.
+            visit = turn[row] + jnp.where(begin < 0, 1, 0)
+            pl.when(begin > -PAST)(lambda: join(row, visit, begin))
             for save in range(saves_a_row):
                 to = slot[row * saves_a_row + save]
                 stop = end[row * saves_a_row + save] - group * GROUP
@@ -348,7 +366,15 @@ def _body(
                 pl.when(here & short)(lambda to=to, stop=stop: keep(joined, JOINED, stop - begin, to))
                 pl.when(here & ~short)(lambda to=to, stop=stop: keep(window, WINDOW, TAIL + stop - PAST, to))
 
-        put_existing(at)
+        put_outputs(group, at)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        kept_sent[0] = 0
+        for part in range(RING):
+            ring_sent[part] = 0
+        for visit in range(AHEAD):
+            begin_past(visit)
 
     @pl.loop(0, tile // GROUP)
     def _(i: Any) -> None:
@@ -372,6 +398,3 @@ def _body(
         for part in range(2):
             copy = pltpu.make_async_copy(kept.at[part], pool.at[0, 0], kept_gone.at[part])
             pl.when(kept_sent[0] > part)(copy.wait)
-
-
-__all__ = ["Groups", "causal_conv1d", "refusal"]

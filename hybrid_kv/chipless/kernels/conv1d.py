@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from hybrid_kv.chipless.cases import Case, Problem
 from pallas_kernels.conv1d import tpu
@@ -14,6 +15,7 @@ CHANNELS, SLOTS, LAYERS = 12288, 2048, 20
 
 
 def _convolution(x, weight, pool, layer, rows, read, write, emit_position, emit_slot):  # type: ignore[no-untyped-def]
+    x = pltpu.with_memory_space_constraint(x, pltpu.HBM)
     # The pool is held in columns of 128 channels (docs/12-conv-kernel.md); the contract sees them joined.
     flat = pool.reshape(*pool.shape[:3], CHANNELS)
     y, flat = tpu.causal_conv1d(x, weight, flat, layer, rows, read, write, emit_position, emit_slot)
