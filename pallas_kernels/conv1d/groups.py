@@ -18,10 +18,11 @@ PAST = 3  # inputs before a token that it needs
 RING = 3  # groups of kind DECODE under way at once
 
 # Kinds of groups.
-EMPTY = 0  # no token of any row
-INNER = 1  # tokens of one row, all behind its first three, and no state is saved
+INNER = 0  # tokens of one row, all behind its first three, and no state is saved
+CLOSING = 1  # the same, but states are saved
 DECODE = 2  # every piece is a row of one token
 MIXED = 3  # anything else
+EMPTY = 4  # no token of any row
 
 
 class Groups(NamedTuple):
@@ -85,8 +86,9 @@ def groups(
     longer = jnp.any(inside & (length != 1), axis=1)
     saving = (slot != 0)[None] & (end[None] > base[..., None]) & (end[None] <= base[..., None] + GROUP)
     covered = jnp.any((offset + PAST <= base) & (last >= base + GROUP), axis=1)
-    inner = covered & ~jnp.any(saving, axis=(1, 2))
-    kind = jnp.where(pieces == 0, EMPTY, jnp.where(inner, INNER, jnp.where(longer, MIXED, DECODE))).astype(jnp.int32)
+    saving = jnp.any(saving, axis=(1, 2))
+    kind = jnp.where(longer, MIXED, jnp.where(pieces == 0, EMPTY, DECODE))
+    kind = jnp.where(covered, jnp.where(saving, CLOSING, INNER), kind).astype(jnp.int32)
 
     decode = kind == DECODE
     ordinal = jnp.cumsum(decode, dtype=jnp.int32) - decode

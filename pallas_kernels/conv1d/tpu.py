@@ -3,11 +3,11 @@
     y_t = SiLU( sum_j w_j x_{t - W + 1 + j} )        W = 4
 
 Memory bound: each input is read once, each output and each saved history written once. The packed axis is cut into
-groups of 16 tokens (`conv1d.groups`), whose kind decides what is done:
+groups of 32 tokens (`conv1d.groups`), whose kind decides what is done:
 
-- INNER, the bulk of a prefill. A column of 128 channels is widened to fp32 into a window in vector memory that still
-  holds the last tokens of the group before. Loads at any row of that window are free, so the three earlier inputs are
-  three more loads.
+- INNER and CLOSING, the bulk of a prefill. A column of 128 channels is widened to fp32 into a window in vector memory
+  that still holds the last tokens of the group before. Loads at any row of that window are free, so the three earlier
+  inputs are three more loads.
 - DECODE, rows of one token. A history is [3, channels / 128, 128] in the pool, so one row fills whole registers; its
   token is gathered from the window, and the shifted history goes out in one copy of four consecutive planes, the
   last of which is the token. Histories come in two groups ahead.
@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.conv1d.groups import DECODE, EMPTY, GROUP, INNER, MIXED, PAST, RING, groups
+from pallas_kernels.conv1d.groups import CLOSING, DECODE, EMPTY, GROUP, INNER, MIXED, PAST, RING, groups
 from pallas_kernels.rows import RaggedRows
 
 LANES = 128
@@ -41,7 +41,7 @@ WINDOW = TAIL + GROUP + 9
 JOINED = 17  # history and first tokens of a row side by side
 AHEAD = 4  # histories of ragged rows under way at once
 _ACROSS = 16  # columns of one register of bf16 history
-UNROLL = 16  # columns of 128 channels done at once
+UNROLL = 32  # columns of 128 channels done at once
 
 
 def refusal(x: Float[Array, "T C"], weight: Float[Array, "W C"]) -> str | None:
@@ -172,6 +172,13 @@ def _each_column(columns: int, work: Callable[[_Column], None]) -> None:
         work(_Column(0, column))
 
 
+def _each_piece(count: Any, together: int, work: Callable[[list[Any]], None]) -> None:
+    """Do `work` for pieces 0 .. count - 1, `together` (a power of two) at once, the rest one by one."""
+    whole = count & -together
+    pl.loop(0, whole, step=together)(lambda i: work([i + j for j in range(together)]))
+    pl.loop(whole, count)(lambda i: work([i]))
+
+
 def _body(
     # scalars
     layer, kind, first, count, begins, part_of, following, offset, length, turn, visited, read, end, slot,
@@ -243,26 +250,39 @@ def _body(
         return pltpu.make_async_copy(planes, pool.at[layer[0], to], sent.at[part])
 
     def fetch_histories(group: Any) -> None:
-        @pl.loop(0, count[group])
-        def _(piece: Any) -> None:
-            row = first[group] + piece
-            pl.when(read[row] != 0)(lambda: history_in(group, piece, row).start())
+        def work(pieces: list[Any]) -> None:
+            for piece in pieces:
+                row = first[group] + piece
+                pl.when(read[row] != 0)(history_in(group, piece, row).start)
+
+        _each_piece(count[group], 4, work)
 
     def await_ring(part: Any) -> None:
         pl.loop(0, ring_sent[part])(lambda _: history_out(part, 0, 0).wait())
         ring_sent[part] = 0
 
-    def decode_row(part: Any, piece: Any, token: Any) -> None:
+    def decode_rows(part: Any, pieces: list[Any], tokens: list[Any]) -> None:
+        def across(column: int, width: int, token: Any) -> Any:
+            return pl.ds(column * WINDOW + TAIL + token, width, stride=WINDOW)
+
+        # All loads stand before all stores: the compiler takes two rows of the ring for the same place.
+        results = []
         for column in range(0, columns, _ACROSS):
             width = min(_ACROSS, columns - column)
             here = pl.ds(column, width)
-            across = pl.ds(column * WINDOW + TAIL + token, width, stride=WINDOW)
-            new = window[across, :]
-            total = taps_across[PAST, here, :] * new
-            for j in reversed(range(PAST)):
-                total += taps_across[j, here, :] * ring[part, piece, j, here, :].astype(jnp.float32)
-            outputs[across, :] = _silu_of_twice(total)
-            ring[part, piece, PAST, here, :] = new.astype(ring.dtype)
+            taps_here = [taps_across[j, here, :] for j in range(TAPS)]
+            for piece, token in zip(pieces, tokens, strict=True):
+                new = window[across(column, width, token), :]
+                total = taps_here[PAST] * new
+                for j in reversed(range(PAST)):
+                    total += taps_here[j] * ring[part, piece, j, here, :].astype(jnp.float32)
+                results.append((column, width, piece, token, _silu_of_twice(total), new.astype(ring.dtype)))
+        for column, width, piece, token, out, new in results:
+            outputs[across(column, width, token), :] = out
+            ring[part, piece, PAST, pl.ds(column, width), :] = new
+
+    def forget(part: Any, piece: Any) -> None:
+        ring[part, piece, pl.ds(0, PAST)] = jnp.zeros((PAST, *ring.shape[3:]), ring.dtype)
 
     def decode(group: Any, at: Any) -> None:
         part = part_of[group]
@@ -278,24 +298,19 @@ def _body(
 
         _each_column(columns, work)
 
-        @pl.loop(0, count[group])
-        def _(piece: Any) -> None:
-            row = first[group] + piece
+        def rows(pieces: list[Any]) -> None:
+            members = [first[group] + piece for piece in pieces]
+            for piece, row in zip(pieces, members, strict=True):
+                pl.when(read[row] == 0)(lambda piece=piece: forget(part, piece))
+                pl.when(read[row] != 0)(history_in(group, piece, row).wait)
+            decode_rows(part, pieces, [offset[row] - group * GROUP for row in members])
+            for piece, row in zip(pieces, members, strict=True):
+                for save in range(saves_a_row):
+                    to = slot[row * saves_a_row + save]
+                    pl.when(to != 0)(history_out(part, piece, to).start)
+                    ring_sent[part] += (to != 0).astype(jnp.int32)
 
-            @pl.when(read[row] == 0)
-            def _() -> None:
-                ring[part, piece, pl.ds(0, PAST)] = jnp.zeros((PAST, *ring.shape[3:]), ring.dtype)
-
-            pl.when(read[row] != 0)(lambda: history_in(group, piece, row).wait())
-            decode_row(part, piece, offset[row] - group * GROUP)
-            for save in range(saves_a_row):
-                to = slot[row * saves_a_row + save]
-
-                @pl.when(to != 0)
-                def _(to: Any = to) -> None:
-                    history_out(part, piece, to).start()
-                    ring_sent[part] += 1
-
+        _each_piece(count[group], 2, rows)
         put_outputs(group, at)
 
     # Ragged edges.
@@ -346,6 +361,16 @@ def _body(
         copy.start()
         kept_sent[0] = gone + 1
 
+    def save(group: Any, row: Any) -> None:
+        """The states of a row that end in the group."""
+        for save in range(saves_a_row):
+            to = slot[row * saves_a_row + save]
+            stop = end[row * saves_a_row + save] - group * GROUP
+            after = stop + group * GROUP - offset[row]  # tokens of the row before the state
+            here = (to != 0) & (stop > 0) & (stop <= GROUP)
+            pl.when(here & (after < PAST))(lambda to=to, after=after: keep(joined, JOINED, after, to))
+            pl.when(here & (after >= PAST))(lambda to=to, stop=stop: keep(window, WINDOW, TAIL + stop - PAST, to))
+
     def mixed(group: Any, at: Any) -> None:
         def work(column: _Column) -> None:
             outputs[column.rows(WINDOW, TAIL), :] = convolve(column, advance(column, at))
@@ -358,13 +383,7 @@ def _body(
             # The second visit of a row is the one in the group behind its first token.
             visit = turn[row] + jnp.where(begin < 0, 1, 0)
             pl.when(begin > -PAST)(lambda: join(row, visit, begin))
-            for save in range(saves_a_row):
-                to = slot[row * saves_a_row + save]
-                stop = end[row * saves_a_row + save] - group * GROUP
-                here = (to != 0) & (stop > 0) & (stop <= GROUP)
-                short = stop - begin < PAST
-                pl.when(here & short)(lambda to=to, stop=stop: keep(joined, JOINED, stop - begin, to))
-                pl.when(here & ~short)(lambda to=to, stop=stop: keep(window, WINDOW, TAIL + stop - PAST, to))
+            save(group, row)
 
         put_outputs(group, at)
 
@@ -380,16 +399,20 @@ def _body(
     def _(i: Any) -> None:
         group, at = step * (tile // GROUP) + i, pl.multiple_of(i * GROUP, GROUP)
 
-        @pl.when(kind[group] == EMPTY)
-        def _() -> None:
-            y[pl.ds(at, GROUP), :] = jnp.zeros((GROUP, y.shape[1]), y.dtype)
-
-        @pl.when(kind[group] == INNER)
+        # The bulk of a prefill comes first and passes two tests.
+        @pl.when(kind[group] <= CLOSING)
         def _() -> None:
             _each_column(columns, lambda column: put(column, at, convolve(column, advance(column, at))))
 
-        pl.when(kind[group] == DECODE)(lambda: decode(group, at))
-        pl.when(kind[group] == MIXED)(lambda: mixed(group, at))
+        @pl.when(kind[group] != INNER)
+        def _() -> None:
+            pl.when(kind[group] == CLOSING)(lambda: save(group, first[group]))
+            pl.when(kind[group] == DECODE)(lambda: decode(group, at))
+            pl.when(kind[group] == MIXED)(lambda: mixed(group, at))
+
+            @pl.when(kind[group] == EMPTY)
+            def _() -> None:
+                y[pl.ds(at, GROUP), :] = jnp.zeros((GROUP, y.shape[1]), y.dtype)
 
     @pl.when(step == steps - 1)
     def _() -> None:
