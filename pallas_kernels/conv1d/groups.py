@@ -33,6 +33,7 @@ class Groups(NamedTuple):
       first, count: [G] the rows that have tokens in the group are first .. first + count - 1.
       begins: [G] 1 for the first group of kind DECODE.
       part: [G] groups of kind DECODE before this one, modulo RING.
+      fetched: [G] rows of the group that have a history in the pool.
       following: [G] index of the next group of kind DECODE, -1 if there is none.
       turn: [R] in groups of kind MIXED, rows of which one of the first PAST tokens is in the group are visited one
         after another; the number of such visits before the first one of this row.
@@ -48,6 +49,7 @@ class Groups(NamedTuple):
     count: Int32[Array, "G"]
     begins: Int32[Array, "G"]
     part: Int32[Array, "G"]
+    fetched: Int32[Array, "G"]
     following: Int32[Array, "G"]
     offset: Int32[Array, "R"]
     length: Int32[Array, "R"]
@@ -96,6 +98,9 @@ def groups(
     later = jnp.concatenate([jax.lax.cummin(index, reverse=True)[1:], jnp.full((1,), count, jnp.int32)])
     following = jnp.where(later < count, later, -1)
 
+    read = jnp.where(present, read, 0)[order]
+    fetched = jnp.sum(inside & (read != 0), axis=1, dtype=jnp.int32)
+
     # A row is visited in the group of its first token, and in the next if one of its first tokens is there too.
     home = jnp.minimum(offset // GROUP, count - 1)
     spread = (length > GROUP - offset % GROUP) & (offset % GROUP > GROUP - PAST)
@@ -104,6 +109,6 @@ def groups(
     visited = owner(passed, 2 * offset.shape[0])
     visited = jnp.where(visited < offset.shape[0], visited, -1)
     return Groups(
-        kind, first, pieces, (decode & (ordinal == 0)).astype(jnp.int32), ordinal % RING, following, offset, length,
-        passed - visits, visited, jnp.where(present, read, 0)[order], end.ravel(), slot.ravel(),
+        kind, first, pieces, (decode & (ordinal == 0)).astype(jnp.int32), ordinal % RING, fetched, following, offset,
+        length, passed - visits, visited, read, end.ravel(), slot.ravel(),
     )  # fmt: skip

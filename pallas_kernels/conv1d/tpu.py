@@ -34,6 +34,7 @@ from pallas_kernels.rows import RaggedRows
 LANES = 128
 TAPS = 4
 TILE = 64  # tokens of a grid step
+FEW = 256  # up to so many tokens a step is one group: the first input comes sooner
 TAIL = 8  # rows of the window that are older than the group
 # Rows of a column. They are read across columns too, which is twice as fast if their number is odd; the last ones are
 # only ever read into rows that are thrown away.
@@ -78,7 +79,7 @@ def causal_conv1d(
         raise ValueError(f"causal_conv1d: {why}")
     tokens, channels = x.shape
     columns = channels // LANES
-    tile = min(TILE, -(-tokens // GROUP) * GROUP)
+    tile = TILE if tokens > FEW else GROUP
     steps = -(-tokens // tile)
     plan = groups(steps * tile // GROUP, rows, read, write, emit_position, emit_slot)
     # SiLU(a) = h tanh h + h with h = a / 2, and halving is exact.
@@ -99,7 +100,7 @@ def causal_conv1d(
         pltpu.VMEM((2, *history), pool.dtype),  # kept
         pltpu.SMEM((RING,), jnp.int32),  # copies out of each part of the ring that were not waited for
         pltpu.SMEM((1,), jnp.int32),  # copies out of `kept` so far
-        pltpu.SemaphoreType.DMA((RING, GROUP)),
+        pltpu.SemaphoreType.DMA((RING,)),
         pltpu.SemaphoreType.DMA((RING,)),
         pltpu.SemaphoreType.DMA((AHEAD,)),
         pltpu.SemaphoreType.DMA((2,)),
@@ -181,7 +182,7 @@ def _each_piece(count: Any, together: int, work: Callable[[list[Any]], None]) ->
 
 def _body(
     # scalars
-    layer, kind, first, count, begins, part_of, following, offset, length, turn, visited, read, end, slot,
+    layer, kind, first, count, begins, part_of, fetched, following, offset, length, turn, visited, read, end, slot,
     # blocks, taps by column and by tap, pool (the output is the input)
     x, taps, taps_across, _pool, y, pool,
     # scratch
@@ -240,25 +241,36 @@ def _body(
 
     # Rows of one token.
 
-    def history_in(group: Any, piece: Any, row: Any) -> Any:
-        part = part_of[group]
-        planes = ring.at[part, piece, pl.ds(0, PAST)]
-        return pltpu.make_async_copy(pool.at[layer[0], read[row]], planes, arrived.at[part, piece])
-
-    def history_out(part: Any, piece: Any, to: Any) -> Any:
-        planes = ring.at[part, piece, pl.ds(1, PAST)]
-        return pltpu.make_async_copy(planes, pool.at[layer[0], to], sent.at[part])
+    def planes(part: Any, pieces: Any, oldest: int) -> Any:
+        """Three planes of the ring: the history that came in (oldest = 0) or the one that goes out (1)."""
+        return ring.at[part, pieces, pl.ds(oldest, PAST)]
 
     def fetch_histories(group: Any) -> None:
+        part = part_of[group]
+
         def work(pieces: list[Any]) -> None:
             for piece in pieces:
-                row = first[group] + piece
-                pl.when(read[row] != 0)(history_in(group, piece, row).start)
+                source = pool.at[layer[0], read[first[group] + piece]]
+                copy = pltpu.make_async_copy(source, planes(part, piece, 0), arrived.at[part])
+                pl.when(read[first[group] + piece] != 0)(copy.start)
 
         _each_piece(count[group], 4, work)
 
+    def history_out(part: Any, piece: Any, to: Any) -> Any:
+        return pltpu.make_async_copy(planes(part, piece, 1), pool.at[layer[0], to], sent.at[part])
+
+    def await_copies(part: Any, semaphore: Any, copies: Any) -> None:
+        """Wait for so many histories; a semaphore counts bytes, so a full group is one wait."""
+
+        def wait(pieces: Any) -> None:
+            size = planes(part, pieces, 0)
+            pltpu.make_async_copy(size, size, semaphore.at[part]).wait()
+
+        pl.when(copies == GROUP)(lambda: wait(pl.ds(0, GROUP)))
+        pl.loop(0, jnp.where(copies == GROUP, 0, copies))(lambda _: wait(0))
+
     def await_ring(part: Any) -> None:
-        pl.loop(0, ring_sent[part])(lambda _: history_out(part, 0, 0).wait())
+        await_copies(part, sent, ring_sent[part])
         ring_sent[part] = 0
 
     def decode_rows(part: Any, pieces: list[Any], tokens: list[Any]) -> None:
@@ -281,9 +293,6 @@ def _body(
             outputs[across(column, width, token), :] = out
             ring[part, piece, PAST, pl.ds(column, width), :] = new
 
-    def forget(part: Any, piece: Any) -> None:
-        ring[part, piece, pl.ds(0, PAST)] = jnp.zeros((PAST, *ring.shape[3:]), ring.dtype)
-
     def decode(group: Any, at: Any) -> None:
         part = part_of[group]
         pl.when(begins[group] != 0)(lambda: fetch_histories(group))
@@ -298,15 +307,22 @@ def _body(
 
         _each_column(columns, work)
 
+        await_copies(part, arrived, fetched[group])
+
+        @pl.when(fetched[group] != count[group])
+        def _() -> None:
+            @pl.loop(0, count[group])
+            def _(piece: Any) -> None:
+                @pl.when(read[first[group] + piece] == 0)
+                def _() -> None:
+                    ring[part, piece, pl.ds(0, PAST)] = jnp.zeros((PAST, *ring.shape[3:]), ring.dtype)
+
         def rows(pieces: list[Any]) -> None:
             members = [first[group] + piece for piece in pieces]
-            for piece, row in zip(pieces, members, strict=True):
-                pl.when(read[row] == 0)(lambda piece=piece: forget(part, piece))
-                pl.when(read[row] != 0)(history_in(group, piece, row).wait)
             decode_rows(part, pieces, [offset[row] - group * GROUP for row in members])
             for piece, row in zip(pieces, members, strict=True):
-                for save in range(saves_a_row):
-                    to = slot[row * saves_a_row + save]
+                for number in range(saves_a_row):
+                    to = slot[row * saves_a_row + number]
                     pl.when(to != 0)(history_out(part, piece, to).start)
                     ring_sent[part] += (to != 0).astype(jnp.int32)
 
@@ -363,9 +379,9 @@ def _body(
 
     def save(group: Any, row: Any) -> None:
         """The states of a row that end in the group."""
-        for save in range(saves_a_row):
-            to = slot[row * saves_a_row + save]
-            stop = end[row * saves_a_row + save] - group * GROUP
+        for number in range(saves_a_row):
+            to = slot[row * saves_a_row + number]
+            stop = end[row * saves_a_row + number] - group * GROUP
             after = stop + group * GROUP - offset[row]  # tokens of the row before the state
             here = (to != 0) & (stop > 0) & (stop <= GROUP)
             pl.when(here & (after < PAST))(lambda to=to, after=after: keep(joined, JOINED, after, to))
