@@ -6,7 +6,11 @@ from pallas_kernels.conv1d import reference
 from pallas_kernels.dispatch import Implementations, choose
 from pallas_kernels.rows import RaggedRows
 
-_CONV: Implementations = {"reference": reference.causal_conv1d, "gpu": "pallas_kernels.conv1d.gpu:causal_conv1d"}
+_CONV: Implementations = {
+    "reference": reference.causal_conv1d,
+    "tpu": "pallas_kernels.conv1d.tpu:causal_conv1d",
+    "gpu": "pallas_kernels.conv1d.gpu:causal_conv1d",
+}
 
 
 def causal_conv1d(
@@ -40,5 +44,12 @@ def causal_conv1d(
     Returns:
       Output [T, C] in the dtype of x (fp32 accumulation, zeros on slack tokens) and the pool.
     """
-    run = choose("causal_conv1d", implementation, _CONV, {"gpu"} if x.shape[1] % 128 else ())
+    def fits(form: str) -> bool:
+        if form == "tpu":
+            from pallas_kernels.conv1d import tpu
+
+            return not tpu.refusal(x, weight)
+        return form != "gpu" or x.shape[1] % 128 == 0
+
+    run = choose("causal_conv1d", implementation, _CONV, fits)
     return run(x, weight, conv_states, layer, rows, read, write, emit_position, emit_slot)

@@ -18,6 +18,7 @@ The pool is seen as [layers, S, 3, channels / 128, 128]: docs/12-conv-kernel.md 
 the reshape costs nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,17 +29,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.conv1d.groups import CLOSING, DECODE, EMPTY, GROUP, INNER, MIXED, PAST, RING, groups
+from pallas_kernels.conv1d.groups import CLOSING, DECODE, EMPTY, INNER, MIXED, PAST, RING, groups, packed, unpacked
 from pallas_kernels.rows import RaggedRows
 
 LANES = 128
 TAPS = 4
-TILE = 64  # tokens of a grid step
-FEW = 256  # up to so many tokens a step is one group: the first input comes sooner
+GROUP = 32  # tokens of a group
+TOGETHER = 2  # groups of a grid step
+FEW = 256  # up to so many tokens a step is one group: the first input comes sooner, the last output goes sooner
 TAIL = 8  # rows of the window that are older than the group
-# Rows of a column. They are read across columns too, which is twice as fast if their number is odd; the last ones are
-# only ever read into rows that are thrown away.
-WINDOW = TAIL + GROUP + 9
+SPARE = 9  # rows behind the group, only ever read into rows that are thrown away
 JOINED = 17  # history and first tokens of a row side by side
 AHEAD = 4  # histories of ragged rows under way at once
 _ACROSS = 16  # columns of one register of bf16 history
@@ -79,23 +79,26 @@ def causal_conv1d(
         raise ValueError(f"causal_conv1d: {why}")
     tokens, channels = x.shape
     columns = channels // LANES
-    tile = TILE if tokens > FEW else GROUP
+    size, together = GROUP, TOGETHER if tokens > FEW else 1
+    tile = size * together
     steps = -(-tokens // tile)
-    plan = groups(steps * tile // GROUP, rows, read, write, emit_position, emit_slot)
+    plan = groups(steps * together, size, rows, read, write, emit_position, emit_slot)
     # SiLU(a) = h tanh h + h with h = a / 2, and halving is exact.
     half = 0.5 * weight.astype(jnp.float32).reshape(TAPS, columns, LANES)
     by_column = jnp.pad(half.transpose(1, 0, 2), ((0, 0), (0, 8 - TAPS), (0, 0))).reshape(columns * 8, LANES)
     pool = conv_states.reshape(*conv_states.shape[:3], columns, LANES)
-    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *plan)
+    scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *packed(plan))
 
     block = pl.BlockSpec((tile, channels), lambda i, *_: (i, 0))
     history = (PAST, columns, LANES)
     scratch = (
-        pltpu.VMEM((columns * WINDOW, LANES), jnp.float32),  # window
-        pltpu.VMEM((columns * WINDOW, LANES), jnp.float32),  # outputs of a group, where they are not final at once
+        pltpu.VMEM((columns * _window_rows(size), LANES), jnp.float32),  # window
+        pltpu.VMEM(
+            (columns * _window_rows(size), LANES), jnp.float32
+        ),  # outputs of a group, where they are not final at once
         pltpu.VMEM((columns * JOINED, LANES), jnp.float32),  # joined
-        pltpu.VMEM((GROUP, LANES), jnp.int32),  # which tokens of the group exist
-        pltpu.VMEM((RING, GROUP, TAPS, columns, LANES), pool.dtype),  # ring
+        pltpu.VMEM((size, LANES), jnp.int32),  # which tokens of the group exist
+        pltpu.VMEM((RING, size, TAPS, columns, LANES), pool.dtype),  # ring
         pltpu.VMEM((AHEAD, *history), pool.dtype),  # past
         pltpu.VMEM((2, *history), pool.dtype),  # kept
         pltpu.SMEM((RING,), jnp.int32),  # copies out of each part of the ring that were not waited for
@@ -123,7 +126,7 @@ def causal_conv1d(
         input_output_aliases={len(scalars) + 3: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=_vmem_bytes(tile, channels, x.dtype, pool.dtype),
+            vmem_limit_bytes=_vmem_bytes(tile, size, channels, x.dtype, pool.dtype),
             # A third of the scalar work of a decode step, and scalar work is what bounds it.
             disable_bounds_checks=True,
         ),
@@ -133,11 +136,16 @@ def causal_conv1d(
     return y, pool.reshape(conv_states.shape)
 
 
-def _vmem_bytes(tile: int, channels: int, x_dtype: Any, pool_dtype: Any) -> int:
+def _window_rows(size: int) -> int:
+    """Rows of a column of the window. Odd, because it is read across columns too, and twice as fast that way."""
+    return TAIL + size + SPARE
+
+
+def _vmem_bytes(tile: int, size: int, channels: int, x_dtype: Any, pool_dtype: Any) -> int:
     """Blocks (double-buffered, in and out), scratch, and room for the compiler."""
     blocks = 4 * tile * channels * jnp.dtype(x_dtype).itemsize
-    fp32 = 4 * channels * (2 * WINDOW + JOINED + 8 + TAPS)
-    histories = (RING * GROUP * TAPS + (AHEAD + 2) * PAST) * channels * jnp.dtype(pool_dtype).itemsize
+    fp32 = 4 * channels * (2 * _window_rows(size) + JOINED + 8 + TAPS)
+    histories = (RING * size * TAPS + (AHEAD + 2) * PAST) * channels * jnp.dtype(pool_dtype).itemsize
     # Columns of 128 channels are padded to whole tiles of rows.
     return int(1.25 * (blocks + fp32 + 2 * histories)) + (4 << 20)
 
@@ -152,7 +160,7 @@ class _Column(NamedTuple):
     base: Any
     more: int
 
-    def rows(self, height: int, offset: Any = 0, count: int = GROUP) -> Any:
+    def rows(self, height: int, offset: Any, count: int) -> Any:
         """Rows of a buffer with `height` rows a column."""
         return pl.ds(self.base * height + offset + self.more * height, count)
 
@@ -182,15 +190,18 @@ def _each_piece(count: Any, together: int, work: Callable[[list[Any]], None]) ->
 
 def _body(
     # scalars
-    layer, kind, first, count, begins, part_of, fetched, following, offset, length, turn, visited, read, end, slot,
+    layer, per_group, per_row, visited, end, slot,
     # blocks, taps by column and by tap, pool (the output is the input)
     x, taps, taps_across, _pool, y, pool,
     # scratch
     window, outputs, joined, exists, ring, past, kept, ring_sent, kept_sent, arrived, sent, past_arrived, kept_gone,
 ) -> None:  # fmt: skip
     """One tile of tokens; its groups in order."""
-    columns = window.shape[0] // WINDOW
-    saves_a_row = end.shape[0] // offset.shape[0]
+    kind, first, count, begins, part_of, fetched, following, offset, length, turn, read = unpacked(per_group, per_row)
+    size = exists.shape[0]
+    height = _window_rows(size)
+    columns = window.shape[0] // height
+    saves_a_row = 2 * end.shape[0] // visited.shape[0]
     tile = x.shape[0]
     step, steps = pl.program_id(0), pl.num_programs(0)
 
@@ -199,40 +210,40 @@ def _body(
 
     def advance(column: _Column, at: Any) -> Array:
         """Move the window of one column on by a group; returns the group's inputs."""
-        window[column.rows(WINDOW, 0, TAIL), :] = window[column.rows(WINDOW, GROUP, TAIL), :]
-        new = x[pl.ds(at, GROUP), column.lanes()].astype(jnp.float32)
-        window[column.rows(WINDOW, TAIL), :] = new
+        window[column.rows(height, 0, TAIL), :] = window[column.rows(height, size, TAIL), :]
+        new = x[pl.ds(at, size), column.lanes()].astype(jnp.float32)
+        window[column.rows(height, TAIL, size), :] = new
         return new
 
     def convolve(column: _Column, new: Array) -> Array:
         """Outputs of a group behind what the window holds."""
         total = tap(PAST, column) * new
         for ago in range(1, TAPS):
-            total += tap(PAST - ago, column) * window[column.rows(WINDOW, TAIL - ago), :]
+            total += tap(PAST - ago, column) * window[column.rows(height, TAIL - ago, size), :]
         return _silu_of_twice(total)
 
     def put(column: _Column, at: Any, value: Array) -> None:
-        y[pl.ds(at, GROUP), column.lanes()] = value.astype(y.dtype)
+        y[pl.ds(at, size), column.lanes()] = value.astype(y.dtype)
 
     def put_outputs(group: Any, at: Any) -> None:
         """Zeros for tokens of no row."""
 
-        @pl.when(count[group] == GROUP)
+        @pl.when(count[group] == size)
         def _() -> None:
-            _each_column(columns, lambda column: put(column, at, outputs[column.rows(WINDOW, TAIL), :]))
+            _each_column(columns, lambda column: put(column, at, outputs[column.rows(height, TAIL, size), :]))
 
-        @pl.when(count[group] != GROUP)
+        @pl.when(count[group] != size)
         def _() -> None:
             note_existing(group)
 
             def work(column: _Column) -> None:
-                put(column, at, jnp.where(exists[...] != 0, outputs[column.rows(WINDOW, TAIL), :], 0.0))
+                put(column, at, jnp.where(exists[...] != 0, outputs[column.rows(height, TAIL, size), :], 0.0))
 
             _each_column(columns, work)
 
     def note_existing(group: Any) -> None:
-        token = lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 0) + group * GROUP
-        exists[...] = jnp.zeros((GROUP, LANES), jnp.int32)
+        token = lax.broadcasted_iota(jnp.int32, (size, LANES), 0) + group * size
+        exists[...] = jnp.zeros((size, LANES), jnp.int32)
 
         @pl.loop(first[group], first[group] + count[group])
         def _(row: Any) -> None:
@@ -263,11 +274,11 @@ def _body(
         """Wait for so many histories; a semaphore counts bytes, so a full group is one wait."""
 
         def wait(pieces: Any) -> None:
-            size = planes(part, pieces, 0)
-            pltpu.make_async_copy(size, size, semaphore.at[part]).wait()
+            like = planes(part, pieces, 0)
+            pltpu.make_async_copy(like, like, semaphore.at[part]).wait()
 
-        pl.when(copies == GROUP)(lambda: wait(pl.ds(0, GROUP)))
-        pl.loop(0, jnp.where(copies == GROUP, 0, copies))(lambda _: wait(0))
+        pl.when(copies == size)(lambda: wait(pl.ds(0, size)))
+        pl.loop(0, jnp.where(copies == size, 0, copies))(lambda _: wait(0))
 
     def await_ring(part: Any) -> None:
         await_copies(part, sent, ring_sent[part])
@@ -275,7 +286,7 @@ def _body(
 
     def decode_rows(part: Any, pieces: list[Any], tokens: list[Any]) -> None:
         def across(column: int, width: int, token: Any) -> Any:
-            return pl.ds(column * WINDOW + TAIL + token, width, stride=WINDOW)
+            return pl.ds(column * height + TAIL + token, width, stride=height)
 
         # All loads stand before all stores: the compiler takes two rows of the ring for the same place.
         results = []
@@ -303,7 +314,8 @@ def _body(
             fetch_histories(following[group])
 
         def work(column: _Column) -> None:
-            advance(column, at)
+            # Nobody behind these rows needs them: the older part of the window stays as it is.
+            window[column.rows(height, TAIL, size), :] = x[pl.ds(at, size), column.lanes()].astype(jnp.float32)
 
         _each_column(columns, work)
 
@@ -319,14 +331,14 @@ def _body(
 
         def rows(pieces: list[Any]) -> None:
             members = [first[group] + piece for piece in pieces]
-            decode_rows(part, pieces, [offset[row] - group * GROUP for row in members])
+            decode_rows(part, pieces, [offset[row] - group * size for row in members])
             for piece, row in zip(pieces, members, strict=True):
                 for number in range(saves_a_row):
                     to = slot[row * saves_a_row + number]
                     pl.when(to != 0)(history_out(part, piece, to).start)
                     ring_sent[part] += (to != 0).astype(jnp.int32)
 
-        _each_piece(count[group], 2, rows)
+        _each_piece(count[group], 4, rows)
         put_outputs(group, at)
 
     # Ragged edges.
@@ -353,18 +365,18 @@ def _body(
         begin_past(visit + AHEAD)
 
         def work(column: _Column) -> None:
-            new = window[column.rows(WINDOW, TAIL + begin, 8), :]
+            new = window[column.rows(height, TAIL + begin, 8), :]
             joined[column.rows(JOINED, PAST, 8), :] = new
             total = tap(PAST, column) * new
             for ago in range(1, TAPS):
                 total += tap(PAST - ago, column) * joined[column.rows(JOINED, PAST - ago, 8), :]
             # Tokens of later rows among these are done again with their own row.
-            outputs[column.rows(WINDOW, TAIL + begin, 8), :] = _silu_of_twice(total)
+            outputs[column.rows(height, TAIL + begin, 8), :] = _silu_of_twice(total)
 
         _each_column(columns, work)
 
-    def keep(source: Any, height: int, at: Any, to: Any) -> None:
-        """Save three consecutive rows of `source`, which has `height` rows a column."""
+    def keep(source: Any, stride: int, at: Any, to: Any) -> None:
+        """Save three consecutive rows of `source`, which has `stride` rows a column."""
         gone = kept_sent[0]
         part = gone & 1
         copy = pltpu.make_async_copy(kept.at[part], pool.at[layer[0], to], kept_gone.at[part])
@@ -372,7 +384,7 @@ def _body(
         for j in range(PAST):
             for column in range(0, columns, _ACROSS):
                 width = min(_ACROSS, columns - column)
-                rows = source[pl.ds(column * height + at + j, width, stride=height), :]
+                rows = source[pl.ds(column * stride + at + j, width, stride=stride), :]
                 kept[part, j, pl.ds(column, width), :] = rows.astype(kept.dtype)
         copy.start()
         kept_sent[0] = gone + 1
@@ -381,21 +393,21 @@ def _body(
         """The states of a row that end in the group."""
         for number in range(saves_a_row):
             to = slot[row * saves_a_row + number]
-            stop = end[row * saves_a_row + number] - group * GROUP
-            after = stop + group * GROUP - offset[row]  # tokens of the row before the state
-            here = (to != 0) & (stop > 0) & (stop <= GROUP)
-            pl.when(here & (after < PAST))(lambda to=to, after=after: keep(joined, JOINED, after, to))
-            pl.when(here & (after >= PAST))(lambda to=to, stop=stop: keep(window, WINDOW, TAIL + stop - PAST, to))
+            stop = end[row * saves_a_row + number] - group * size
+            after = stop + group * size - offset[row]  # tokens of the row before the state
+            here = (to != 0) & (stop > 0) & (stop <= size)
+            pl.when(here & (after < PAST))(functools.partial(keep, joined, JOINED, after, to))
+            pl.when(here & (after >= PAST))(functools.partial(keep, window, height, TAIL + stop - PAST, to))
 
     def mixed(group: Any, at: Any) -> None:
         def work(column: _Column) -> None:
-            outputs[column.rows(WINDOW, TAIL), :] = convolve(column, advance(column, at))
+            outputs[column.rows(height, TAIL, size), :] = convolve(column, advance(column, at))
 
         _each_column(columns, work)
 
         @pl.loop(first[group], first[group] + count[group])
         def _(row: Any) -> None:
-            begin = offset[row] - group * GROUP
+            begin = offset[row] - group * size
             # The second visit of a row is the one in the group behind its first token.
             visit = turn[row] + jnp.where(begin < 0, 1, 0)
             pl.when(begin > -PAST)(lambda: join(row, visit, begin))
@@ -411,9 +423,9 @@ def _body(
         for visit in range(AHEAD):
             begin_past(visit)
 
-    @pl.loop(0, tile // GROUP)
+    @pl.loop(0, tile // size)
     def _(i: Any) -> None:
-        group, at = step * (tile // GROUP) + i, pl.multiple_of(i * GROUP, GROUP)
+        group, at = step * (tile // size) + i, pl.multiple_of(i * size, size)
 
         # The bulk of a prefill comes first and passes two tests.
         @pl.when(kind[group] <= CLOSING)
@@ -428,7 +440,7 @@ def _body(
 
             @pl.when(kind[group] == EMPTY)
             def _() -> None:
-                y[pl.ds(at, GROUP), :] = jnp.zeros((GROUP, y.shape[1]), y.dtype)
+                y[pl.ds(at, size), :] = jnp.zeros((size, y.shape[1]), y.dtype)
 
     @pl.when(step == steps - 1)
     def _() -> None:
