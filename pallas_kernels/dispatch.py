@@ -1,7 +1,7 @@
 """Choice of an implementation: None picks by platform, a named one never falls back."""
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -13,7 +13,9 @@ class ImplementationError(ValueError):
     """A kernel implementation was named that this op does not have."""
 
 
-def choose(op: str, implementation: str | None, available: Implementations, unfit: Collection[str] = ()) -> Callable:
+def choose(
+    op: str, implementation: str | None, available: Implementations, fits: Callable[[str], bool] = lambda form: True
+) -> Callable:
     """The callable that runs `op`.
 
     Args:
@@ -21,7 +23,7 @@ def choose(op: str, implementation: str | None, available: Implementations, unfi
       implementation: "tpu", "gpu", "xla" or "reference"; None takes the one named like the platform of
         the default device, else, off the CPU, the parallel form in plain XLA, else the reference.
       available: implementations that exist. "reference" always does.
-      unfit: those that these shapes are not for, which are not taken unless named, and then say why they can't.
+      fits: whether one is for these shapes; those that are not are not taken unless named, and then say why they can't.
 
     Raises:
       ImplementationError: the named implementation does not exist for this op.
@@ -29,7 +31,7 @@ def choose(op: str, implementation: str | None, available: Implementations, unfi
     if implementation is None:
         platform = jax.default_backend()
         parallel = available["reference"] if platform == "cpu" else available.get("xla", available["reference"])
-        return _function(parallel if platform in unfit else available.get(platform, parallel))
+        return _function(available[platform] if platform in available and fits(platform) else parallel)
     if implementation not in available:
         exist = ", ".join(sorted(available))
         raise ImplementationError(f"{op}: implementation {implementation!r} does not exist; this op has: {exist}")

@@ -44,6 +44,7 @@ def causal_conv1d(
     Returns:
       Output [T, C] in the dtype of x (fp32 accumulation, zeros on slack tokens) and the pool.
     """
+
     def fits(form: str) -> bool:
         if form == "tpu":
             from pallas_kernels.conv1d import tpu

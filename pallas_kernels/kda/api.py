@@ -8,6 +8,8 @@ is never looked at), and a write or emission to slot 0 is dropped. No slot writt
 by another row of the same call. A read slot stays as it is unless the row also writes it.
 """
 
+from collections.abc import Callable
+
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.dispatch import Implementations, choose
@@ -28,11 +30,10 @@ def _forms(op: str) -> Implementations:
     }
 
 
-def _unfit(states: Float[Array, "layers S H K V"]) -> set[str]:
-    """Implementations that heads of these sizes are not for."""
+def _fits(states: Float[Array, "layers S H K V"]) -> Callable[[str], bool]:
+    """Whether an implementation is for heads of these sizes."""
     depth, width = states.shape[-2:]
-    fits = {"tpu": width == depth == 128, "gpu": width == 128 and depth <= 128}
-    return {name for name, fit in fits.items() if not fit}
+    return lambda form: width == 128 and (depth == 128 or (form == "gpu" and depth <= 128))
 
 
 def kda_prefill(
@@ -77,7 +78,7 @@ def kda_prefill(
     Returns:
       Output [T, H, V] in the dtype of v (zeros on slack tokens) and the pool.
     """
-    run = choose("kda_prefill", implementation, _forms("prefill"), _unfit(states))
+    run = choose("kda_prefill", implementation, _forms("prefill"), _fits(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, read, write,
         emit_position, emit_slot, lower_bound=lower_bound, chunk=chunk,
@@ -111,7 +112,7 @@ def kda_decode(
     Returns:
       Output [R, H, V] in the dtype of v and the pool.
     """
-    run = choose("kda_decode", implementation, _forms("decode"), _unfit(states))
+    run = choose("kda_decode", implementation, _forms("decode"), _fits(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, active, read, write,
         emit_slot, lower_bound=lower_bound,
@@ -150,7 +151,7 @@ def kda_verify(
     Returns:
       Output [T, H, V] in the dtype of v (zeros on slack tokens) and the records of each row.
     """
-    run = choose("kda_verify", implementation, _forms("verify"), _unfit(states))
+    run = choose("kda_verify", implementation, _forms("verify"), _fits(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, read, most=most, lower_bound=lower_bound
     )  # fmt: skip
@@ -177,7 +178,7 @@ def kda_commit(
     Returns:
       The pool.
     """
-    run = choose("kda_commit", implementation, _forms("commit"), _unfit(states))
+    run = choose("kda_commit", implementation, _forms("commit"), _fits(states))
     return run(records, a_log, dt_bias, states, layer, which, lower_bound=lower_bound)
 
 
@@ -219,7 +220,7 @@ def kda_commit_verify(
     Returns:
       Output [T, H, V] in the dtype of v (zeros on slack tokens), records of this step and the pool.
     """
-    run = choose("kda_commit_verify", implementation, _forms("commit_verify"), _unfit(states))
+    run = choose("kda_commit_verify", implementation, _forms("commit_verify"), _fits(states))
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, records, which, lower_bound=lower_bound
     )  # fmt: skip
