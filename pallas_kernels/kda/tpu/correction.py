@@ -3,6 +3,9 @@
 On the VPU each w_t would have to be spread over lanes, which costs more XLU time than a whole decode step has. So
 w is transposed once for eight heads, all tokens and all pairs of bf16 parts lying along lanes, and each head brings a
 right side in which only its own u are not zero. The sum over the parts and tokens is then the contraction.
+
+Where eight heads belong to several requests, zero times a w that is not finite would carry one's accident into
+another's state. Such a w is left out there and its u, which no other head meets, made NaN.
 """
 
 import jax
@@ -18,9 +21,19 @@ _PAIRS = {2: ((0, 0), (0, 1), (1, 0)), 3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2
 class Corrections:
     """w_t u_t^T summed over t, of one head at a time."""
 
-    def __init__(self, w: list[jax.Array], u: list[jax.Array], parts: int) -> None:
-        """w, u: for each token [H, K] and [H, V] fp32; parts: bf16 parts, 3 for fp32 accuracy."""
+    def __init__(self, w: list[jax.Array], u: list[jax.Array], parts: int, mixed: bool) -> None:
+        """Prepares all heads.
+
+        Args:
+          w, u: for each token [H, K] and [H, V] fp32.
+          parts: bf16 parts, 3 for fp32 accuracy.
+          mixed: whether eight neighbouring heads may belong to several requests.
+        """
         pairs = _PAIRS[parts]
+        if mixed:
+            broken = [jnp.sum(x * 0.0, axis=1, keepdims=True) for x in w]  # 0 or NaN
+            u = [x + b for x, b in zip(u, broken, strict=True)]
+            w = [jnp.where(x * 0.0 == 0.0, x, 0.0) for x in w]
         self.left, self.right = [], []
         for first in range(0, w[0].shape[0], 8):
             w_parts = [split(_tile(x, first), parts) for x in w]

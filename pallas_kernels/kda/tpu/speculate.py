@@ -177,7 +177,8 @@ def _kernel(
                 w.append(jnp.where(counted, key * norm_scale(key) * behind, 0.0))
                 u.append(jnp.where(counted, load(x.old_u, t), 0.0))
                 behind = jnp.where(counted, behind * decay(load(x.old_gate, t), slopes, biases, lower_bound), behind)
-            corrections = Corrections(w, u, 2 if x.old_k.dtype == jnp.bfloat16 else 3)
+            mixed = together > 1 and heads % 8 != 0
+            corrections = Corrections(w, u, 2 if x.old_k.dtype == jnp.bfloat16 else 3, mixed)
             decays = decay_column(behind, coming.dtype)
         for h in range(heads + (_LAG if commits and verifies else 0)):
             if verifies and h == (_LAG // 2 if commits else 0):
