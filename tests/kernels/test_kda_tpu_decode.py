@@ -12,6 +12,7 @@ from pallas_kernels.kda.tpu.decode import decode
 from pallas_kernels.kda.tpu.step_tiles import StepTiles, decode_tiles
 from tests.kernels import golden, tpu
 from tests.kernels.kda_oracle import random_inputs, recurrence, rows_of
+from tests.kernels.races import races_found
 
 HEADS, WIDTH, TOKENS = 1, 128, ("q", "k", "v", "raw_g", "raw_beta")
 SMALL = StepTiles(heads=HEADS, rows=2, block=8, depth=8, ahead=4, vmem=0)
@@ -55,7 +56,7 @@ def same(got, want, limit):
 def test_any_mix_of_rows_gives_what_the_reference_gives_without_a_race():
     arguments = batch(19, 3)
     o, states = interpreted(*arguments, interpret=tpu.CHECKED)
-    assert not tpu.races_found()
+    assert not races_found()
     want, after = expected(*arguments, lower_bound=None)
     same(o, want, 1e-6)
     same(states, after, 1e-6)

@@ -17,6 +17,7 @@ from pallas_kernels.kda.tpu.verify import commit_verify, verify
 from pallas_kernels.rows import RaggedRows
 from tests.kernels import golden, tpu
 from tests.kernels.kda_oracle import random_inputs, recurrence, rows_of
+from tests.kernels.races import races_found
 
 HEADS, WIDTH, MOST, ROWS, COUNT, SLOTS = 2, 128, 5, 4, 20, 24
 NAMES = ("q", "k", "v", "raw_g", "raw_beta")
@@ -172,7 +173,7 @@ def test_lazy_gives_what_the_reference_gives_without_a_race(state, activation, l
     tokens, constants, states, rows, records, which = mixed_case(state, activation)
     o, again, after = run_both(*tokens, *constants, states, 0, rows, records, which, lower_bound=None,
                               interpret=tpu.CHECKED, tiles=TWO_ROWS)  # fmt: skip
-    assert not tpu.races_found()
+    assert not races_found()
     want, expected, stored = reference.commit_verify(*tokens, *constants, states, 0, rows, records, which,
                                                      lower_bound=None)  # fmt: skip
     assert golden.rel_rmse(o, want) <= limits[0]

@@ -15,13 +15,6 @@ CHECKED = pltpu.InterpretParams(detect_races=True)
 PLAIN = pltpu.InterpretParams()
 
 
-def races_found() -> bool:
-    """Whether the last interpreted kernel raced; the interpreter only prints it."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # private: there is no public way to ask
-
-    return bool(interpret_pallas_call.races.races_found)
-
-
 def compile_for(chip: str, fn, *arguments, **jit):
     """Compiles `fn` for one device of a chip; arguments are (shape, dtype)."""
     pytest.importorskip("libtpu")
