@@ -196,13 +196,14 @@ def test_no_row_at_all():
     np.testing.assert_array_equal(after, states)
 
 
-def test_one_head_and_a_bf16_pool_without_races():
+def test_programs_of_one_head_and_a_bf16_pool_without_races(monkeypatch):
     """The last head of an odd number is its own partner; copies and semaphores are simulated here."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # not exported
 
-    x = bf16_exact(random_inputs(5, 96, 1, WIDTH, WIDTH))
-    pool = np.full((1, 6, 1, WIDTH, WIDTH), np.nan, np.float32)
-    pool[0, 1] = np.random.default_rng(0).normal(size=(1, WIDTH, WIDTH))
+    monkeypatch.setattr(kernel, "heads_per_program", lambda *_: 1)
+    x = bf16_exact(random_inputs(5, 96, 2, WIDTH, WIDTH))
+    pool = np.full((1, 6, 2, WIDTH, WIDTH), np.nan, np.float32)
+    pool[0, 1] = np.random.default_rng(0).normal(size=(2, WIDTH, WIDTH))
     pool = np.array(jnp.asarray(pool, jnp.bfloat16).astype(jnp.float32))
     run_it = program(-5.0, pltpu.InterpretParams(detect_races=True))
     o, after = run_it(
