@@ -20,6 +20,7 @@ from pallas_kernels.kda.tpu.plan import chunk_plan
 from pallas_kernels.rows import RaggedRows
 from tests.kernels import golden
 from tests.kernels.kda_oracle import random_inputs, recurrence, rows_of
+from tests.kernels.races import races_found
 from tests.kernels.test_kda_golden import FILES, one_sequence
 
 TOKENS, ROWS, EMITS, LAYERS, SLOTS, HEADS, WIDTH = 256, 8, 12, 2, 30, 2, 128
@@ -198,8 +199,6 @@ def test_no_row_at_all():
 
 def test_programs_of_one_head_and_a_bf16_pool_without_races(monkeypatch):
     """The last head of an odd number is its own partner; copies and semaphores are simulated here."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # not exported
-
     monkeypatch.setattr(kernel, "heads_per_program", lambda *_: 1)
     x = bf16_exact(random_inputs(5, 96, 2, WIDTH, WIDTH))
     pool = np.full((1, 6, 2, WIDTH, WIDTH), np.nan, np.float32)
@@ -211,7 +210,7 @@ def test_programs_of_one_head_and_a_bf16_pool_without_races(monkeypatch):
         jnp.asarray(x["dt_bias"]), jnp.asarray(pool, jnp.bfloat16), jnp.int32(0), rows_of([0, 21], [21, 70], [0, 3]),
         jnp.array([0, 1]), jnp.array([2, 3]), jnp.array([[0], [40]]), jnp.array([[0], [4]]),
     )  # fmt: skip
-    assert not interpreter.races.races_found
+    assert not races_found()
     o, after = np.asarray(o, np.float32), np.asarray(after, np.float32)
     for begin, end, initial, saves in ((0, 21, 0 * pool[0, 1], [(21, 2)]), (21, 91, pool[0, 1], [(37, 4), (70, 3)])):
         want, want_after = recurrence(part(x, begin, end), initial, -5.0)
