@@ -9,8 +9,8 @@ groups of 32 tokens (`conv1d.groups`), whose kind decides what is done:
   that still holds the last tokens of the group before. Loads at any row of that window are free, so the three earlier
   inputs are three more loads.
 - DECODE, rows of one token. A history is [3, channels / 128, 128] in the pool, so one row fills whole registers; its
-  token is gathered from the window, and the shifted history goes out in one copy of four consecutive planes, the
-  last of which is the token. Histories come in two groups ahead.
+  token is gathered from the window and put behind the history, and the last three of these four planes go out in one
+  copy. Histories come in a group ahead.
 - MIXED, any ragged edge. As INNER, then the first tokens of every row that begins here are done again behind their
   history, and states are saved from the window.
 
@@ -43,6 +43,7 @@ JOINED = 17  # history and first tokens of a row side by side
 AHEAD = 4  # histories of ragged rows under way at once
 _ACROSS = 16  # columns of one register of bf16 history
 UNROLL = 32  # columns of 128 channels done at once
+ABREAST = 4  # rows of one token done at once, a power of two
 
 
 def refusal(x: Float[Array, "T C"], weight: Float[Array, "W C"]) -> str | None:
@@ -265,7 +266,7 @@ def _body(
                 copy = pltpu.make_async_copy(source, planes(part, piece, 0), arrived.at[part])
                 pl.when(read[first[group] + piece] != 0)(copy.start)
 
-        _each_piece(count[group], 4, work)
+        _each_piece(count[group], ABREAST, work)
 
     def history_out(part: Any, piece: Any, to: Any) -> Any:
         return pltpu.make_async_copy(planes(part, piece, 1), pool.at[layer[0], to], sent.at[part])
@@ -338,7 +339,7 @@ def _body(
                     pl.when(to != 0)(history_out(part, piece, to).start)
                     ring_sent[part] += (to != 0).astype(jnp.int32)
 
-        _each_piece(count[group], 4, rows)
+        _each_piece(count[group], ABREAST, rows)
         put_outputs(group, at)
 
     # Ragged edges.

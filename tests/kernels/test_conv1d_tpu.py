@@ -80,6 +80,7 @@ def kernel():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tpu, "UNROLL", 2)
         patch.setattr(tpu, "_ACROSS", 2)
+        patch.setattr(tpu, "ABREAST", 2)
         run = lambda *a: tpu.causal_conv1d(*a, interpret=True)  # noqa: E731
         yield jax.jit(run).lower(*Step().arguments()).compile(compiler_options=QUICK)
 
@@ -201,13 +202,14 @@ def test_decode_after_a_prefill_continues_it_to_the_bit(kernel, cut, lead, seed)
     np.testing.assert_array_equal(end[1, final], states[1, slot])
 
 
-def test_no_races_and_no_uninitialised_memory_in_bf16():
+def test_no_races_and_no_uninitialised_memory_in_bf16(monkeypatch):
     """One group a grid step here, groups of every kind among them."""
     step = Step(tokens=96, rows=24, channels=128)
     for row in range(20):
         step.add(1, fresh=row % 3 == 0, emit=(1,) if row % 4 == 0 else ())
     for length in (40, 2, 1, 3):
         step.add(length, fresh=length % 2 == 0, emit=(1, 30))
+    monkeypatch.setattr(tpu, "ABREAST", 2)
     arguments = step.arguments(jnp.bfloat16)
     run = lambda *a: tpu.causal_conv1d(*a, interpret=pltpu.InterpretParams(detect_races=True))  # noqa: E731
     y, states = jax.jit(run).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
