@@ -163,7 +163,7 @@ def test_tiles_that_do_not_fit_are_refused_with_their_size():
 )
 def test_it_compiles_in_place(chip, rows, heads, state, activation):
     token, row = ((rows, heads, WIDTH), activation), ((rows,), jnp.int32)
-    pool = (4, 2 * rows + 1, heads, WIDTH, WIDTH)
+    pool = (4, 2 * rows + 65, heads, WIDTH, WIDTH)
     compiled = tpu.compile_for(
         chip, functools.partial(decode, lower_bound=None), token, token, token, token, ((rows, heads), jnp.float32),
         ((heads,), jnp.float32), ((heads, WIDTH), jnp.float32), (pool, state), ((), jnp.int32), ((rows,), jnp.bool_),

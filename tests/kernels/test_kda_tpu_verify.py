@@ -253,7 +253,7 @@ def test_it_compiles_in_place(op, chip, rows, heads, most, state, activation):
     count = rows * most
     token, row = ((count, heads, WIDTH), activation), ((rows,), jnp.int32)
     record = ((rows, most, heads, WIDTH), activation)
-    pool = (4, 2 * rows + 1, heads, WIDTH, WIDTH)
+    pool = (4, 2 * rows + 65, heads, WIDTH, WIDTH)
     tokens = [*[token] * 4, ((count, heads), jnp.float32)]
     constants = [((heads,), jnp.float32), ((heads, WIDTH), jnp.float32), (pool, state), ((), jnp.int32)]
     records = [((rows, most, heads, WIDTH), jnp.float32), record, record]
