@@ -50,6 +50,19 @@ def test_the_yardsticks_cost_what_they_must():
 
 @pytest.mark.aot
 @needs_compiler
+@pytest.mark.parametrize("chip", ["v6e", "tpu7x"])
+def test_kda_is_as_near_the_limit_as_it_is_meant_to_be(chip):
+    found = {m.case: m for m in measured("kda", chip)}
+    assert found["prefill-any"].cycles_each <= 340 and found["prefill-bounded"].cycles_each <= 270
+    assert found["decode-32-heads"].share_of_limit >= 0.95
+    assert found["decode-32-heads-bf16"].share_of_limit >= 0.85
+    if chip == "v6e":
+        assert found["prefill-any-4-saves-inside"].cycles <= 1.06 * found["prefill-any"].cycles
+        assert found["verify-4"].cycles <= 1.3 * found["decode-32-heads"].cycles
+
+
+@pytest.mark.aot
+@needs_compiler
 def test_the_benchmark_prints_json(repo_root):
     command = [sys.executable, "scripts/bench_kernels.py", "--kernel", "yardstick", "--chip", "v6e", "--case", "copy"]
     done = subprocess.run([*command, "--json"], cwd=repo_root, capture_output=True, text=True)

@@ -149,17 +149,20 @@ def test_tiles_that_do_not_fit_are_refused_with_their_size():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("chip", tpu.TOPOLOGIES)
 @pytest.mark.parametrize(
-    ("rows", "heads", "state", "activation"),
-    [
-        (128, 32, jnp.float32, jnp.bfloat16),
-        (256, 8, jnp.bfloat16, jnp.bfloat16),
-        (1, 1, jnp.float32, jnp.float32),
-        (33, 4, jnp.bfloat16, jnp.float32),
-        (9, 12, jnp.float32, jnp.bfloat16),
-        (64, 96, jnp.float32, jnp.bfloat16),
-    ],
+    ("chip", "rows", "heads", "state", "activation"),
+    tpu.across_chips(
+        [
+            (128, 32, jnp.float32, jnp.bfloat16),
+            (128, 32, jnp.bfloat16, jnp.bfloat16),
+            (256, 8, jnp.bfloat16, jnp.bfloat16),
+            (256, 8, jnp.float32, jnp.bfloat16),
+            (1, 1, jnp.float32, jnp.float32),
+            (33, 4, jnp.bfloat16, jnp.float32),
+            (9, 12, jnp.float32, jnp.bfloat16),
+            (64, 96, jnp.float32, jnp.bfloat16),
+        ]
+    ),
 )
 def test_it_compiles_in_place(chip, rows, heads, state, activation):
     token, row = ((rows, heads, WIDTH), activation), ((rows,), jnp.int32)

@@ -246,10 +246,11 @@ SHAPES = [
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("chip", tpu.TOPOLOGIES)
-@pytest.mark.parametrize(("rows", "heads", "most", "state", "activation"), SHAPES)
-@pytest.mark.parametrize("op", ["verify", "commit", "commit_verify"])
-def test_it_compiles_in_place(op, chip, rows, heads, most, state, activation):
+@pytest.mark.parametrize(
+    ("chip", "op", "rows", "heads", "most", "state", "activation"),
+    tpu.across_chips((op, *shape) for op in ("verify", "commit", "commit_verify") for shape in SHAPES),
+)
+def test_it_compiles_in_place(chip, op, rows, heads, most, state, activation):
     count = rows * most
     token, row = ((count, heads, WIDTH), activation), ((rows,), jnp.int32)
     record = ((rows, most, heads, WIDTH), activation)

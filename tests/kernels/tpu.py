@@ -1,6 +1,9 @@
 """Pallas TPU kernels without a TPU: interpreted with checks, or compiled ahead of time for named chips."""
 
+import itertools
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +12,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+def across_chips(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Each case with a chip before it, the chips in turn: every case is compiled, and for every chip several."""
+    return [(chip, *case) for chip, case in zip(itertools.cycle(TOPOLOGIES), cases)]
+
 
 # Scratch memory starts as NaN and copies happen as late as allowed, so an early read shows.
 CHECKED = pltpu.InterpretParams(detect_races=True)
