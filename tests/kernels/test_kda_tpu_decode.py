@@ -170,9 +170,8 @@ def test_it_compiles_in_place(chip, rows, heads, state, activation):
     compiled = tpu.compile_for(
         chip, functools.partial(decode, lower_bound=None), token, token, token, token, ((rows, heads), jnp.float32),
         ((heads,), jnp.float32), ((heads, WIDTH), jnp.float32), (pool, state), ((), jnp.int32), ((rows,), jnp.bool_),
-        row, row, row, donate_argnums=(7,),
+        row, row, row, donate=(7,),
     )  # fmt: skip
     bytes_of_pool = int(np.prod(pool)) * jnp.dtype(state).itemsize
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= bytes_of_pool
-    assert memory.temp_size_in_bytes < bytes_of_pool / 4
+    assert compiled.alias_bytes >= bytes_of_pool
+    assert compiled.temporary_bytes < bytes_of_pool / 4

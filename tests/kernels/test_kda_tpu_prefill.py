@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.kda.tpu import prefill as kernel
 from pallas_kernels.kda.tpu import tiles
 from pallas_kernels.kda.tpu.plan import chunk_plan
 from pallas_kernels.rows import RaggedRows
-from tests.kernels import golden
+from tests.kernels import golden, tpu
 from tests.kernels.kda_oracle import random_inputs, recurrence, rows_of
 from tests.kernels.races import races_found
 from tests.kernels.test_kda_golden import FILES, one_sequence
@@ -258,9 +256,9 @@ def test_what_does_not_fit_is_refused_with_numbers():
             jax.eval_shape(functools.partial(kernel.prefill, lower_bound=None, chunk=chunk), *shapes)
 
 
-def arguments(heads, dtype, tokens=512, rows=4, width=WIDTH, pool=jnp.float32, sharding=None):
+def arguments(heads, dtype, tokens=512, rows=4, width=WIDTH, pool=jnp.float32):
     def shape(dtype, *sizes):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(sizes, dtype)
 
     f32, i32 = jnp.float32, jnp.int32
     return (
@@ -283,22 +281,7 @@ def arguments(heads, dtype, tokens=512, rows=4, width=WIDTH, pool=jnp.float32, s
         ("v6e", 4, -5.0, jnp.float32),
     ],
 )
-def test_compiles_for(chip, heads, lower_bound, dtype, monkeypatch):
-    pytest.importorskip("libtpu")
-    for name, value in (
-        ("TPU_SKIP_MDS_QUERY", "1"),
-        ("TPU_WORKER_HOSTNAMES", "localhost"),
-        ("TPU_ACCELERATOR_TYPE", "v6e-4"),
-        ("TPU_LOG_DIR", "disabled"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
-    ):
-        monkeypatch.setenv(name, value)
-    name = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}[chip]
-    devices = topologies.get_topology_desc(topology_name=name, platform="tpu").devices
-    mesh = Mesh(np.array(devices[:1]), ("x",))
-    with jax.set_mesh(mesh):
-        run = functools.partial(kernel.prefill, lower_bound=lower_bound, chunk=64)
-        shapes = arguments(heads, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-        compiled = jax.jit(run, donate_argnums=7).lower(*shapes).compile()
-    # The pool is updated in place.
-    assert compiled.memory_analysis().alias_size_in_bytes >= 20 * 64 * heads * WIDTH * WIDTH * 4
+def test_it_compiles_in_place(chip, heads, lower_bound, dtype):
+    run = functools.partial(kernel.prefill, lower_bound=lower_bound, chunk=64)
+    compiled = tpu.compile_for(chip, run, *arguments(heads, dtype), donate=(7,))
+    assert compiled.alias_bytes >= 20 * 64 * heads * WIDTH * WIDTH * 4

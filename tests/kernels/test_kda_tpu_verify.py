@@ -272,10 +272,10 @@ def test_it_compiles_in_place(chip, op, rows, heads, most, state, activation):
         "commit_verify": [*tokens, *constants, *[row] * 3, *records, *[row] * 5],
     }[op]
     donated = {"verify": (), "commit": (5,), "commit_verify": (7,)}[op]
-    memory = tpu.compile_for(chip, fn, *arguments, donate_argnums=donated).memory_analysis()
+    compiled = tpu.compile_for(chip, fn, *arguments, donate=donated)
     bytes_of_pool = int(np.prod(pool)) * jnp.dtype(state).itemsize
-    assert memory.alias_size_in_bytes >= bytes_of_pool * bool(donated)
-    assert memory.temp_size_in_bytes < bytes_of_pool / 2
+    assert compiled.alias_bytes >= bytes_of_pool * bool(donated)
+    assert compiled.temporary_bytes < bytes_of_pool / 2
 
 
 def test_default_tiles_fit_for_every_number_of_heads():
