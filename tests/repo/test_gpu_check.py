@@ -26,6 +26,13 @@ def test_two_forms_of_a_case_agree_and_the_pool_goes_round(op):
     assert [(each.shape, each.dtype) for each in shapes] == [(each.shape, each.dtype) for each in one]
 
 
+def test_the_convolution_is_a_case_too():
+    case = parts["Convolution"](2, 3, 1, jnp.float32)
+    one = jax.jit(functools.partial(case.call, "reference"))(case.pool)
+    shapes = jax.eval_shape(functools.partial(case.call, "gpu"), case.pool)
+    assert [(each.shape, each.dtype) for each in shapes] == [(each.shape, each.dtype) for each in one]
+
+
 def test_without_a_card_it_says_so():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)
