@@ -115,6 +115,24 @@ def _prefill(
     )  # fmt: skip
 
 
+def _two_launches(cut: int = 1000) -> Problem:
+    """One row of 2048 tokens whose state at `cut` is saved by ending there and going on in a second call."""
+    whole = _prefill(most_saves=0)
+    *tokens, pool, layer, _, none, own, positions, slots = whole.arguments
+    kept = own + 1
+    parts = [(0, cut, 0, none, kept), (cut, 2048 - cut, cut, kept, own)]
+
+    def run(*arguments: Any) -> Any:
+        *given, pool = arguments
+        for offset, length, start, read, write in parts:
+            rows = RaggedRows(*(jnp.asarray([a], jnp.int32) for a in (offset, length, start)))
+            numbers = map(jnp.asarray, (read, write, positions, slots))
+            out, pool = _call(kda_prefill, None, 7)(*given, pool, layer, rows, *numbers)
+        return out, pool
+
+    return Problem(run, (*tokens, pool), hbm_bytes=whole.hbm_bytes, donate=(7,), per=whole.per)
+
+
 def _case(name: str, build: Any, limits: Mapping[str, tuple[int, int]] | None = None) -> Case:
     """limits: by chip, the most cycles and bundles."""
     stored = limits or {}
@@ -135,7 +153,7 @@ CASES = (
     _case("prefill-any-4-saves", _part(_prefill, saves=(512, 1024, 1536, 1984))),
     _case("prefill-any-4-saves-inside", _part(_prefill, saves=(500, 1000, 1500, 2000)), {"v6e": (177000, 8500)}),
     _case("prefill-any-no-saves", _part(_prefill, most_saves=0)),
-    _case("prefill-tail-apart", _part(_prefill, lengths=(1000, 1048), start=64)),
+    _case("prefill-two-launches", _two_launches),
     _case("prefill-ragged", _part(_prefill, lengths=(1, 63, 64, 65, 700, 1155), start=100)),
     _case("prefill-512", _part(_prefill, lengths=(512,))),
     _case("prefill-8192", _part(_prefill, lengths=(8192,))),
