@@ -43,3 +43,8 @@ def _function(named: Callable | str) -> Callable:
         return named
     module, _, name = named.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def on_hopper() -> bool:
+    """Whether the default device is a GPU that the GPU kernels are made for."""
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")

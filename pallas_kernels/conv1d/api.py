@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.conv1d import reference
-from pallas_kernels.dispatch import Implementations, choose
+from pallas_kernels.dispatch import Implementations, choose, on_hopper
 from pallas_kernels.rows import RaggedRows
 
 _CONV: Implementations = {
@@ -50,7 +50,7 @@ def causal_conv1d(
             from pallas_kernels.conv1d import tpu
 
             return not tpu.refusal(x, weight)
-        return form != "gpu" or x.shape[1] % 128 == 0
+        return form != "gpu" or (x.shape[1] % 128 == 0 and weight.shape[0] > 1 and on_hopper())
 
     run = choose("causal_conv1d", implementation, _CONV, fits)
     return run(x, weight, conv_states, layer, rows, read, write, emit_position, emit_slot)

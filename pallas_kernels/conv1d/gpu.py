@@ -33,10 +33,10 @@ def causal_conv1d(
     interpret: object = None,
 ) -> tuple[Float[Array, "T C"], Float[Array, "layers S W1 C"]]:
     """See `conv1d.api.causal_conv1d`."""
-    if x.shape[1] % CHANNELS:
+    if x.shape[1] % CHANNELS or weight.shape[0] < 2:
         raise ValueError(
-            f"x: {x.shape[1]} channels; the GPU kernel takes multiples of {CHANNELS}, one channel a thread; use "
-            "implementation='reference' for others"
+            f"x: {x.shape[1]} channels, {weight.shape[0]} taps; the GPU kernel takes multiples of {CHANNELS} channels, "
+            "one a thread, and at least 2 taps; use implementation='reference' for others"
         )
     most = max_tiles(x.shape[0], rows.length.shape[0], TOKENS, anchored=False)
     grid = tiles(rows, TOKENS, anchored=False, max_tiles=most)

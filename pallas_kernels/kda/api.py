@@ -10,9 +10,10 @@ by another row of the same call. A read slot stays as it is unless the row also 
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.dispatch import Implementations, choose
+from pallas_kernels.dispatch import Implementations, choose, on_hopper
 from pallas_kernels.kda import reference, xla
 from pallas_kernels.kda.records import Commit, Records
 from pallas_kernels.rows import RaggedRows
@@ -31,9 +32,11 @@ def _forms(op: str) -> Implementations:
 
 
 def _fits(states: Float[Array, "layers S H K V"]) -> Callable[[str], bool]:
-    """Whether an implementation is for heads of these sizes."""
-    depth, width = states.shape[-2:]
-    return lambda form: width == 128 and (depth == 128 or (form == "gpu" and depth <= 128))
+    """Whether an implementation is for such states on this platform."""
+    heads, depth, width = states.shape[2:]
+    wide = depth == width == 128
+    on_tpu = wide and states.dtype in (jnp.float32, jnp.bfloat16) and (heads <= 32 or heads % 16 == 0)
+    return lambda form: {"tpu": on_tpu, "gpu": wide and on_hopper()}.get(form, True)
 
 
 def kda_prefill(

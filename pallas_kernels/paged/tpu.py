@@ -46,6 +46,8 @@ def copy_blocks(
     interpret: Any = False,
 ) -> Shaped[Array, "layers B *block"]:
     """See `paged.api.copy_blocks`."""
+    if not source.shape[0]:
+        return pool
     # Pairs that copy something first.
     order = jnp.argsort(target == 0, stable=True)
     count = jnp.sum(target != 0, dtype=jnp.int32)[None]

@@ -105,7 +105,8 @@ def test_commit_takes_what_was_accepted(accepted, capsys):
 
 
 def test_commit_and_verify_in_one_pass(capsys):
-    rows = rows_of([0, 3, 0, 7], [3, 2, 0, 1], [0] * 4)
+    # The third row is committed only, and where it would lie means nothing.
+    rows = rows_of([0, 3, 10**8, 7], [3, 2, 0, 1], [0] * 4)
     which = Commit(*numbers([2, 0, 1, 2], [1, 4, 0, 2], [1, 4, 3, 2], [1, 0, 0, 2], [5, 0, 0, 6]))
     given = (*inputs(9, (5, 6, 8)), pool(), 1, rows, records(), which)
     out, u, _, _, states = both("commit_verify", *given, lower_bound=-5.0)
@@ -118,5 +119,20 @@ def test_commit_and_verify_in_one_pass(capsys):
 def test_heads_of_other_sizes_are_refused_with_the_numbers():
     states, narrow = jnp.zeros((1, 2, HEADS, KEYS, 32)), inputs(1)
     narrow[2] = narrow[2][..., :32]
-    with pytest.raises(ValueError, match=r"8 x 32.*V = 128.*implementation='xla'"):
+    with pytest.raises(ValueError, match=r"8 x 32.*take 128 x 128.*implementation='xla'"):
         gpu.decode(*narrow, states, 0, jnp.ones(1, bool), *numbers([1], [1], [0]), lower_bound=None)
+
+
+def test_fewer_keys_are_for_the_interpreter_alone():
+    with pytest.raises(ValueError, match="8 x 128"):
+        gpu.decode(*inputs(1), pool(), 0, jnp.ones(1, bool), *numbers([1], [1], [0]), lower_bound=None)
+
+
+def test_a_step_without_any_token_leaves_the_pool_alone():
+    rows = rows_of([5], [0], [0])
+    given = (*inputs(0), pool(), 1, rows, *numbers([1], [1], np.zeros((1, 0)), np.zeros((1, 0))))
+    out, states = jax.jit(functools.partial(gpu.prefill, lower_bound=None, chunk=64, interpret=gpu_interpreter()))(
+        *given
+    )
+    assert out.shape == (0, HEADS, WIDTH)
+    np.testing.assert_array_equal(states, pool())

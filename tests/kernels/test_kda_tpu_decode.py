@@ -148,6 +148,11 @@ def test_tiles_that_do_not_fit_are_refused_with_their_size():
         decode_tiles(128, 37, jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), 1 << 27)
 
 
+def test_pools_of_other_types_are_refused():
+    with pytest.raises(ValueError, match="the pool is float16; the TPU kernels take float32 and bfloat16"):
+        jax.eval_shape(functools.partial(decode, lower_bound=None), *batch(2, 0, jnp.float16))
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("chip", "rows", "heads", "state", "activation"),

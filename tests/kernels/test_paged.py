@@ -40,6 +40,11 @@ def test_more_copies_than_are_under_way_at_a_time_and_none(copy):
     np.testing.assert_array_equal(copy(jnp.asarray(pool), jnp.asarray(source), jnp.zeros_like(target)), pool)
 
 
+def test_no_pairs_copy_nothing():
+    pool, none = jnp.ones((1, 4, 8, 128)), jnp.zeros((0,), jnp.int32)
+    np.testing.assert_array_equal(tpu.copy_blocks(pool, none, none), pool)
+
+
 def test_any_number_of_copies_is_one_program():  # 99
     pool = jnp.arange(64.0).reshape(1, 64, 1)
     copy = jax.jit(lambda *args: copy_blocks(*args))

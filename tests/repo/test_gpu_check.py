@@ -33,6 +33,10 @@ def test_the_convolution_is_a_case_too():
     assert [(each.shape, each.dtype) for each in shapes] == [(each.shape, each.dtype) for each in one]
 
 
+def test_nan_is_not_right():
+    assert not parts["_distance"](jnp.full(2, jnp.nan), jnp.ones(2)) <= 1
+
+
 def test_without_a_card_it_says_so():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=False)

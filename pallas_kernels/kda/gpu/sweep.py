@@ -81,6 +81,7 @@ def sweep(
       The pool, `out` and the corrections.
     """
     rows, heads, depth = read.shape[0], states.shape[2], states.shape[3]
+    run = run if out.size else None  # no tokens at all
     here = jnp.zeros((rows,), bool)
     if replayed is not None:
         here |= (replayed.tokens > 0) | (replayed.write != 0)
@@ -157,7 +158,8 @@ def sweep(
             *vectors_of, v, beta = at
 
             def load(t):
-                t = jnp.minimum(t, offset + count - 1)
+                # A row without tokens may have any offset.
+                t = jnp.where(count > 0, jnp.minimum(t, offset + count - 1), 0)
                 return *(columns(each, t, head) for each in vectors_of), columns(v, t, head), beta[t, head]
 
             def one(t, carry):

@@ -156,7 +156,7 @@ def decode(
       ValueError: K or V is not 128, or the tiles do not fit into VMEM.
     """
     rows, heads, _ = q.shape
-    check_width(states)
+    check_states(states)
     tiles = tiles or decode_tiles(rows, heads, states.dtype, q.dtype, _VMEM)
     groups, blocks = heads // tiles.heads, pl.cdiv(rows, tiles.block)
     order = order_of(active, tiles.block)
@@ -196,8 +196,13 @@ def decode(
     return call(*scalars, q, k, v, raw_gate, raw_beta.astype(jnp.float32), slope, dt_bias.astype(jnp.float32), states)
 
 
-def check_width(states: Float[Array, "layers S H K V"]) -> None:
-    """Refuses states that are not 128 by 128: padding them would copy the pool."""
+def check_states(states: Float[Array, "layers S H K V"]) -> None:
+    """Refuses states that are not 128 by 128, since padding them would copy the pool, and other types."""
+    if states.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"states: the pool is {states.dtype}; the TPU kernels take float32 and bfloat16 "
+            f"(implementation 'xla' takes any)"
+        )
     if states.shape[3:] != (WIDTH, WIDTH):
         raise ValueError(
             f"states: K x V is {states.shape[3]} x {states.shape[4]}; the TPU kernels take 128 x 128 only "

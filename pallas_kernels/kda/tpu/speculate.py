@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.kda.records import Commit, Records, emission_slot
 from pallas_kernels.kda.tpu.columns import decay_column
 from pallas_kernels.kda.tpu.correction import Corrections
-from pallas_kernels.kda.tpu.decode import check_width
+from pallas_kernels.kda.tpu.decode import check_states
 from pallas_kernels.kda.tpu.products import split, times_state
 from pallas_kernels.kda.tpu.slots_dma import Order, StateStream, order_of
 from pallas_kernels.kda.tpu.step_tiles import WIDTH, StepTiles
@@ -261,7 +261,7 @@ def speculate(
       records: of the step before, or None for verify alone.
       visits: in the order of blocks of `tiles.block` rows.
     """
-    check_width(states)
+    check_states(states)
     rows, heads = (tokens or records or ())[0].shape[0], states.shape[2]
     groups, blocks = heads // tiles.heads, pl.cdiv(rows, tiles.block)
     verifies, commits = tokens is not None, records is not None

@@ -48,7 +48,9 @@ def split_heads(heads: int) -> int:
     for size in range(_MOST_HEADS, 0, -16):
         if heads % size == 0:
             return size
-    raise ValueError(f"heads: got {heads} on a device; above {_MOST_HEADS} they have to be a multiple of 16")
+    raise ValueError(
+        f"heads: got {heads} on a device; above {_MOST_HEADS} they have to be a multiple of 16; use 'xla' for others"
+    )
 
 
 def decode_tiles(rows: int, heads: int, state: jnp.dtype, activation: jnp.dtype, limit: int) -> StepTiles:
