@@ -185,7 +185,8 @@ class _Machine:
             if isinstance(item, Phi):
                 self._phi(item)
                 continue
-            holds = self._holds(item.guard)  # type: ignore[union-attr]
+            assert not isinstance(item, CallOperand), "operands are taken out when the code is read"
+            holds = self._holds(item.guard)
             if isinstance(item, Branch):
                 if holds is None:
                     self.warnings[f"branch on unknown at 0x{at:x}"] += 1

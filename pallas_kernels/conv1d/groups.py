@@ -120,7 +120,10 @@ _PER_GROUP, _PER_ROW = Groups._fields[:7], Groups._fields[7:11]
 def packed(plan: Groups) -> tuple[Int32[Array, "_"], ...]:
     """The plan in few arrays, because each costs a copy before the kernel begins."""
     fields = plan._asdict()
-    join = lambda names: jnp.stack([fields[name] for name in names], axis=1).ravel()  # noqa: E731
+
+    def join(names: tuple[str, ...]) -> Int32[Array, "_"]:
+        return jnp.stack([fields[name] for name in names], axis=1).ravel()
+
     return join(_PER_GROUP), join(_PER_ROW), plan.visited, plan.end, plan.slot
 
 

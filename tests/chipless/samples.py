@@ -24,7 +24,9 @@ def ragged_steps(lengths: jax.Array, x: jax.Array) -> jax.Array:
     """A grid of as many steps as there are lengths above 0; step i loops lengths[i] times."""
 
     def body(length, block, out):
-        added = lambda i, total: total + block[...] * i  # noqa: E731
+        def added(i, total):
+            return total + block[...] * i
+
         out[...] = lax.fori_loop(0, length[pl.program_id(0)], added, jnp.zeros((8, 128), jnp.float32))
 
     steps = jnp.sum((lengths > 0).astype(jnp.int32))
@@ -41,9 +43,11 @@ def gather_rows(slots: jax.Array, pool: jax.Array) -> jax.Array:
 
     def body(slot, source, out, buffer, arrived):
         count = slot.shape[0]
-        fetch = lambda i: pltpu.make_async_copy(  # noqa: E731
-            source.at[slot[i]], buffer.at[lax.rem(i, 2)], arrived.at[lax.rem(i, 2)]
-        )
+
+        def fetch(i):
+            place = lax.rem(i, 2)
+            return pltpu.make_async_copy(source.at[slot[i]], buffer.at[place], arrived.at[place])
+
         fetch(0).start()
 
         @pl.loop(0, count)

@@ -4,6 +4,7 @@ One compiled program serves all tests but the one that looks for races: steps of
 channels two at a time with one left over.
 """
 
+import functools
 import subprocess
 import sys
 
@@ -13,13 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 
 from hybrid_kv.chipless.targets import compiler_installed
 from pallas_kernels.conv1d import causal_conv1d, reference, tpu
 from pallas_kernels.rows import RaggedRows
 from tests.kernels import golden
 from tests.kernels.races import races_found
+from tests.kernels.tpu import CHECKED
 
 TOKENS, ROWS, EMISSIONS, SLOTS, LAYERS, CHANNELS = 320, 136, 2, 200, 2, 384
 REPEATS = CHANNELS // 24  # the golden file has 24 channels
@@ -66,7 +67,7 @@ class Step:
         return self.used
 
     def arguments(self, dtype=jnp.float32):
-        i32 = lambda a: jnp.asarray(a, jnp.int32)  # noqa: E731
+        i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
         return (
             jnp.asarray(self.x, dtype), jnp.asarray(self.weight), jnp.asarray(self.states, dtype), i32(1),
             RaggedRows(i32(self.offset), i32(self.length), i32(self.start)), i32(self.read), i32(self.write),
@@ -81,7 +82,7 @@ def kernel():
         patch.setattr(tpu, "UNROLL", 2)
         patch.setattr(tpu, "_ACROSS", 2)
         patch.setattr(tpu, "ABREAST", 2)
-        run = lambda *a: tpu.causal_conv1d(*a, interpret=True)  # noqa: E731
+        run = functools.partial(tpu.causal_conv1d, interpret=True)
         yield jax.jit(run).lower(*Step().arguments()).compile(compiler_options=QUICK)
 
 
@@ -104,7 +105,7 @@ def check(kernel, plain, step):
 
 def test_rows_shorter_than_the_history_match_the_golden_file(kernel):
     file = golden.load("causal_conv1d")
-    wide = lambda a: np.tile(a, REPEATS)  # noqa: E731
+    wide = functools.partial(np.tile, reps=REPEATS)
     step, cu = Step(), file["cu_seqlens"]
     step.weight = wide(file["weight"].T)
     slots = []
@@ -123,7 +124,7 @@ def test_rows_shorter_than_the_history_match_the_golden_file(kernel):
 
 def test_decode_matches_the_golden_file(kernel):
     file = golden.load("causal_conv1d")
-    wide = lambda a: np.tile(a, REPEATS)  # noqa: E731
+    wide = functools.partial(np.tile, reps=REPEATS)
     step = Step()
     step.weight = wide(file["weight"].T)
     slots = []
@@ -211,7 +212,7 @@ def test_no_races_and_no_uninitialised_memory_in_bf16(monkeypatch):
         step.add(length, fresh=length % 2 == 0, emit=(1, 30))
     monkeypatch.setattr(tpu, "ABREAST", 2)
     arguments = step.arguments(jnp.bfloat16)
-    run = lambda *a: tpu.causal_conv1d(*a, interpret=pltpu.InterpretParams(detect_races=True))  # noqa: E731
+    run = functools.partial(tpu.causal_conv1d, interpret=CHECKED)
     y, states = jax.jit(run).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
     want, kept = jax.jit(reference.causal_conv1d)(*arguments)
     assert not races_found()
