@@ -1,27 +1,44 @@
 """MLA row writes, latent attention and the merge of partial results: signatures and contracts.
 
-Axes: T packed tokens, R rows, N heads, L latent width, P position width, B blocks, C columns of a
+Axes: T packed tokens, R rows, N heads, L latent width, P width of the position key, B blocks, C columns of a
 block table.
 
-A cache row is [normed latent (L) | position key (P)]. The token axis is striped over `shards`
-ranks in pieces of `interleave` tokens: a block holds rows_per_rank * shards tokens, of which each
-rank keeps rows_per_rank (`stripe`). Block ids in the table are global, equal on every rank;
-block 0 is the null block.
+A cache row is [normed latent (L) | position key (P)]; `pages` has the two forms in which a page of them may lie. The
+token axis is striped over `shards` ranks in pieces of `interleave` tokens: a block holds rows_per_rank * shards tokens,
+of which each rank keeps rows_per_rank (`stripe`). Block ids in the table are global, equal on every rank; block 0 is
+the null block.
+
+A pool of 8-bit floats has one scale: it holds rows / cache_scale, clipped to what the type can hold.
 """
 
+from collections.abc import Callable
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import choose
-from pallas_kernels.mla import merge, reference, write
+from pallas_kernels.dispatch import Implementations, choose
+from pallas_kernels.mla import merge, reference, stripe, write
+from pallas_kernels.mla.pages import LANES, pages_of
+from pallas_kernels.mla.visible import visible
 from pallas_kernels.rows import RaggedRows
 
-_WRITE = {"reference": write.mla_write}
-_ATTENTION = {"reference": reference.mla_attention}
-_MERGE = {"reference": merge.merge_lse}
+_WRITE: Implementations = {"reference": write.mla_write, "tpu": "pallas_kernels.mla.tpu.write:mla_write"}
+_ATTENTION: Implementations = {
+    "reference": reference.mla_attention,
+    "tpu": "pallas_kernels.mla.tpu.attention:mla_attention",
+}
+_MERGE: Implementations = {"reference": merge.merge_lse}
+
+
+def _fits(cache: Float[Array, "layers B ..."], latent: int) -> Callable[[str], bool]:
+    """Whether an implementation is for such a pool."""
+    planes = cache.shape[-1] == LANES and latent % LANES == 0
+    narrow = cache.dtype == jnp.bfloat16 or jnp.dtype(cache.dtype).itemsize == 1
+    return lambda form: planes and narrow if form == "tpu" else True
 
 
 def mla_write(
-    cache: Float[Array, "layers B rows_per_rank LP"],
+    cache: Float[Array, "layers B *page"],
     new: Float[Array, "T LP"],
     layer: Int32[Array, ""] | int,
     rows: RaggedRows,
@@ -30,25 +47,42 @@ def mla_write(
     shards: int,
     rank: Int32[Array, ""] | int,
     interleave: int,
+    cache_scale: Float[Array, ""] | float | None = None,
     implementation: str | None = None,
-) -> Float[Array, "layers B rows_per_rank LP"]:
+) -> Float[Array, "layers B *page"]:
     """Store the rows of this step that `rank` owns.
 
-    Rows of other ranks, slack tokens, null blocks and positions beyond the table write nothing.
+    Rows of other ranks, slack tokens, null blocks and positions beyond the table write nothing. A block that is
+    written belongs to one row of the step.
 
     Args:
-      cache: this rank's pool; donate it under jit.
+      cache: this rank's pool, pages of either form; donate it under jit.
       new: cache rows of the packed tokens.
       rank: index of this rank among the shards, may be traced.
+      cache_scale: of an 8-bit pool; None for 1.
+
+    Raises:
+      ValueError: an interleave that does not divide the rows of a page, pages that do not fit the rows.
     """
-    run = choose("mla_write", implementation, _WRITE)
-    return run(cache, new, layer, rows, table, shards=shards, rank=rank, interleave=interleave)
+    form = pages_of(cache, *_widths(cache, new.shape[-1]))
+    stripe.check(form.rows, shards, interleave)
+    run = choose("mla_write", implementation, _WRITE, _fits(cache, form.latent))
+    return run(
+        cache, new, layer, rows, table, form=form, shards=shards, rank=rank, interleave=interleave,
+        cache_scale=cache_scale,
+    )  # fmt: skip
+
+
+def _widths(cache: Float[Array, "layers B *page"], width: int) -> tuple[int, int]:
+    """L and P where only their sum is known: all that asks for them are planes, whose tail is half a lane tile."""
+    position = min(LANES // 2, width)
+    return width - position, position
 
 
 def mla_attention(
     q_latent: Float[Array, "T N L"],
     q_rope: Float[Array, "T N P"],
-    cache: Float[Array, "layers B rows_per_rank LP"],
+    cache: Float[Array, "layers B *page"],
     layer: Int32[Array, ""] | int,
     rows: RaggedRows,
     table: Int32[Array, "R C"],
@@ -58,26 +92,48 @@ def mla_attention(
     rank: Int32[Array, ""] | int,
     interleave: int,
     query_tile: int,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    cache_scale: Float[Array, ""] | float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T N L"], Float[Array, "T N"]]:
-    """Causal attention of absorbed queries to the rows that live on this rank.
+    """Attention of absorbed queries to the cache rows that live on this rank.
 
-    The token at global position p sees global positions <= p, itself included: write its row
-    first. Rows never written may hold NaN. Positions beyond the table are not seen.
+    The token at global position p sees global positions <= p, itself included: write its row first. Rows never
+    written may hold NaN. Positions beyond the table and null blocks are not seen. Rows of one token, of a few
+    and of many mix in one call.
 
     Args:
       q_latent, q_rope: absorbed query, split at the latent width.
+      cache: this rank's pool, pages of either form.
+      layer, rank: may be traced.
       scale: softmax scale (nope width + position width) ** -0.5.
-      query_tile: tokens of a query tile: 1 when every row has one token, else 64.
+      query_tile: most tokens of any row where that is few (1 for decoding, drafts + 1 for verifying), else 64. Rows may
+        be longer; this only chooses how they are cut.
+      causal: False lets every token see all positions of its row (up to start + length), as a block of drafts does.
+      window: see only the last so many positions up to the own one; None for all.
+      soft_cap: c of s -> c tanh(s / c) on scaled scores; None for none.
+      cache_scale: of an 8-bit pool; None for 1.
 
     Returns:
       Normalised output [T, N, L] in the dtype of q_latent and the natural-log sum of
       exponentials [T, N] fp32. A token without keys on this rank, and slack: output 0, LSE -inf.
+
+    Raises:
+      ValueError: an interleave that does not divide the rows of a page, pages that do not fit the query, a window or
+        cap below what has a meaning.
     """
-    run = choose("mla_attention", implementation, _ATTENTION)
+    latent = q_latent.shape[-1]
+    form = pages_of(cache, latent, q_rope.shape[-1])
+    stripe.check(form.rows, shards, interleave)
+    if query_tile < 1:
+        raise ValueError(f"query_tile: got {query_tile}; give the most tokens of a row, at least 1")
+    run = choose("mla_attention", implementation, _ATTENTION, _fits(cache, latent))
     return run(
         q_latent, q_rope, cache, layer, rows, table, scale=scale, shards=shards, rank=rank,
-        interleave=interleave, query_tile=query_tile,
+        interleave=interleave, query_tile=query_tile, visible=visible(causal, window, soft_cap),
+        cache_scale=cache_scale,
     )  # fmt: skip
 
 
@@ -90,6 +146,6 @@ def merge_lse(
     """Merge M partial attentions over disjoint keys.
 
     An empty source has LSE -inf and is ignored whatever its output holds; if all are empty the
-    result is 0 with LSE -inf.
+    result is 0 with LSE -inf. One partial and one accumulator are live at a time.
     """
     return choose("merge_lse", implementation, _MERGE)(outs, lses)

@@ -16,6 +16,8 @@ from jax.lax import Precision
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mla import stripe
+from pallas_kernels.mla.pages import pages_of
+from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, max_tiles, tiles, tokens
 
 # Local rows of one group of pages, and query tokens of one batch of tiles.
@@ -54,7 +56,7 @@ def _accumulate(acc: _Softmax, score: Float[Array, "b n q k"], value: Float[Arra
 def mla_attention(
     q_latent: Float[Array, "T N L"],
     q_rope: Float[Array, "T N P"],
-    cache: Float[Array, "layers B rows_per_rank LP"],
+    cache: Float[Array, "layers B ..."],
     layer: Int32[Array, ""] | int,
     rows: RaggedRows,
     table: Int32[Array, "R C"],
@@ -64,12 +66,15 @@ def mla_attention(
     rank: Int32[Array, ""] | int,
     interleave: int,
     query_tile: int,
+    visible: Visible,
+    cache_scale: Float[Array, ""] | float | None,
 ) -> tuple[Float[Array, "T N L"], Float[Array, "T N"]]:
     """See `mla.api.mla_attention`."""
     count, heads, latent = q_latent.shape
     if heads * query_tile == 1:
         query_tile = 2  # a product of one row sums in another order than one of many
-    per_rank, width = cache.shape[2:]
+    form = pages_of(cache, latent, q_rope.shape[-1])
+    per_rank = form.rows
     stripe.check(per_rank, shards, interleave)
     block = per_rank * shards
     token = tokens(rows, count)
@@ -87,7 +92,8 @@ def mla_attention(
     ).ravel()
     keys = columns * per_rank
 
-    q = jnp.concatenate([q_latent, q_rope], axis=-1) * jnp.asarray(scale, q_latent.dtype)
+    factor = jnp.asarray(scale, jnp.float32) * (1.0 if cache_scale is None else cache_scale)
+    q = jnp.concatenate([q_latent, q_rope], axis=-1)
     slot = jnp.arange(query_tile, dtype=jnp.int32)
 
     def one_batch(i, carry):
@@ -97,21 +103,27 @@ def mla_attention(
         index = jnp.clip(grid.first[at][:, None] + slot, 0, count - 1)
         query = jnp.where(inside[..., None, None], q[index], 0)
         query = jnp.moveaxis(query, 2, 1)
-        seen = jnp.where(inside, grid.position[at][:, None] + slot, -1)
+        own = grid.position[at][:, None] + slot
+        last = own if visible.causal else (rows.start + rows.length)[grid.row[at]][:, None] - 1
+        seen = jnp.where(inside, last, -1)
         furthest = jnp.max(seen, axis=1)
         pages = table[grid.row[at]]
+        nearest = jnp.zeros_like(own) if visible.window is None else jnp.maximum(own - visible.window + 1, 0)
 
         def one_group(j, acc):
             ids = jax.lax.dynamic_slice_in_dim(pages, j * columns, columns, axis=1)
             position = j * (columns * block) + in_group
             live = (position[None, :] <= furthest[:, None]) & jnp.repeat(ids != 0, per_rank, axis=1)
             # Rows never written may hold NaN, and 0 * NaN would reach the output.
-            key = jnp.where(live[..., None], cache[layer, ids].reshape(batch, keys, width), 0)
+            key = form.split(cache[layer, ids]).reshape(batch, keys, form.width)
+            key = jnp.where(live[..., None], key.astype(query.dtype), 0)
             score = jnp.einsum(
-                "bnqd,bkd->bnqk", query, key.astype(query.dtype),
-                precision=Precision.HIGHEST, preferred_element_type=jnp.float32,
-            )  # fmt: skip
+                "bnqd,bkd->bnqk", query, key, precision=Precision.HIGHEST, preferred_element_type=jnp.float32
+            )
+            score = visible.capped(score * factor)
             mask = live[:, None, :] & (position[None, None, :] <= seen[:, :, None])
+            if visible.window is not None:
+                mask &= position[None, None, :] >= nearest[:, :, None]
             score = jnp.where(mask[:, None], score, -jnp.inf)
             return _accumulate(acc, score, key[..., :latent].astype(jnp.float32))
 
@@ -120,11 +132,15 @@ def mla_attention(
             jnp.full(shape, -jnp.inf, jnp.float32),
             jnp.zeros((*shape, latent + _ones(latent)), jnp.float32),
         )
+        far = jnp.iinfo(jnp.int32).max
+        first = jnp.min(jnp.where(inside, nearest, far)) // (columns * block)
         visits = jnp.minimum((jnp.max(furthest) + columns * block) // (columns * block), pages.shape[1] // columns)
-        acc = jax.lax.fori_loop(0, visits, one_group, acc)
+        acc = jax.lax.fori_loop(first, visits, one_group, acc)
         total = acc.out[..., latent]
         safe = jnp.where(total > 0, total, 1.0)
         normed = acc.out[..., :latent] / safe[..., None]
+        if cache_scale is not None:
+            normed *= cache_scale
         log_sum = jnp.where(total > 0, acc.top + jnp.log(safe), -jnp.inf)
         return (
             jax.lax.dynamic_update_slice_in_dim(out, normed.astype(out.dtype), i * batch, axis=0),
