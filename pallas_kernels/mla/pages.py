@@ -4,9 +4,9 @@ A row of the cache is [latent (L) | position key (P)]; a page holds n rows of on
 
 * Rows: `[layers, B, n, L + P]`. Any widths. Where 576-wide rows end in half a lane tile, an accelerator pads
   them to 640.
-* Planes: `[layers, B, n (L + P) / 128, 128]`, for L a multiple of 128, P = 64 and n even. L / 128 planes [n, 128] of the
-  latent, one after the other, then n / 2 rows of tails: row i = [position key of row i | of row i + n / 2]. Nothing is
-  padded, a page is one piece of memory (one transfer), and a plane is ready to be multiplied.
+* Planes: `[layers, B, n (L + P) / 128, 128]`, for L a multiple of 128, P = 64 and n even. L / 128 planes [n, 128] of
+  the latent, one after the other, then n / 2 rows of tails: row i = [position key of row i | of row i + n / 2].
+  Nothing is padded, a page is one piece of memory (one transfer), and a plane is ready to be multiplied.
 """
 
 import dataclasses
@@ -79,8 +79,8 @@ def pages_of(cache: Any, latent: int, position: int) -> Pages:
     if latent % LANES or position != TAIL or n % 2 or found.shape != (length, width):
         raise ValueError(
             f"cache: got pages of {length} x {width} for rows of {latent} + {position}; "
-            f"they are [n, {latent + position}], or [n * {latent + position} / {LANES}, {LANES}] with n even where the latent is "
-            f"a multiple of {LANES} and the position key {TAIL} wide"
+            f"they are [n, {latent + position}], or [n * {latent + position} / {LANES}, {LANES}] with n even where the "
+            f"latent is a multiple of {LANES} and the position key {TAIL} wide"
         )
     return found
 

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.mla import merge_lse, mla_attention, mla_write, stripe
+from pallas_kernels.mla.pages import pages_of, pool_shape
 from tests.kernels import golden
+from tests.kernels import mla_oracle as oracle
 from tests.kernels.kda_oracle import rows_of
 
 LATENT = 64
@@ -168,6 +170,136 @@ def test_every_position_has_one_home_and_stripes_are_even(per_rank, shards, inte
     for length in range(1, 3 * per_rank * shards):
         counts = np.bincount(rank[:length], minlength=shards)
         assert counts.max() - counts.min() <= interleave
+
+
+# Form and type of the pages, rows of a page on a rank, ranks, interleave, heads, and what a query sees.
+KINDS = [
+    (True, jnp.bfloat16, 16, 1, 1, 4, {}),
+    (True, jnp.float32, 16, 4, 1, 12, {}),
+    (True, jnp.float32, 8, 8, 8, 32, {}),
+    (True, jnp.float32, 32, 2, 16, 64, {"window": 7}),
+    (True, jnp.float8_e4m3fn, 16, 1, 1, 96, {"cache_scale": 0.25}),
+    (True, jnp.float8_e4m3b11fnuz, 16, 2, 1, 128, {"cache_scale": 0.5}),
+    (False, jnp.float32, 16, 1, 1, 4, {"soft_cap": 3.0}),
+    (False, jnp.float32, 4, 8, 1, 4, {"window": 20, "soft_cap": 2.0}),
+    (False, jnp.float32, 6, 2, 3, 4, {"causal": False}),
+    (False, jnp.float8_e4m3fn, 16, 1, 1, 4, {"causal": False, "window": 5}),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(str(x) for x in kind[2:6]))
+def test_any_ragged_batch_is_the_float64_attention(kind):
+    planes, dtype, n, shards, interleave, heads, sees = kind
+    latent, position = (128, 64) if planes else (32, 16)
+    options = {"scale": 0.15, "shards": shards, "interleave": interleave, "query_tile": 8 if heads < 64 else 2, **sees}
+    run = jax.jit(lambda *given: mla_attention(*given[:-1], rank=given[-1], **options))
+
+    @settings(max_examples=20, deadline=None)
+    @given(
+        lengths=st.lists(st.sampled_from([0, 1, 1, 2, 4, 9]), min_size=4, max_size=4),
+        contexts=st.lists(st.integers(0, 80), min_size=4, max_size=4),
+        seed=st.integers(0, 999),
+    )
+    def check(lengths, contexts, seed):
+        given = oracle.case(
+            lengths, contexts, heads=heads, n=n, shards=shards, interleave=interleave, planes=planes, latent=latent,
+            position=position, tokens=40, columns=-(-90 // (n * shards)), dtype=dtype, seed=seed,
+        )  # fmt: skip
+        parts = [
+            run(*map(jnp.asarray, given.queries), pool, 1, given.rows, jnp.asarray(given.table), rank)
+            for rank, pool in enumerate(given.pools)
+        ]
+        wanted = options | {"rank": None}
+        wanted = {k: v for k, v in wanted.items() if k not in ("shards", "interleave", "query_tile")}
+        for rank, (out, lse) in enumerate(parts):
+            want_out, want_lse = oracle.attention(given, **wanted | {"rank": rank})
+            close(out, want_out, 1e-5)
+            close(lse, want_lse, 1e-5)
+            assert (np.asarray(out)[np.isneginf(lse)] == 0).all()
+        out, lse = merge_lse(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+        want_out, want_lse = oracle.attention(given, **wanted)
+        close(out, want_out, 1e-5)
+        close(lse, want_lse, 1e-5)
+
+    check()
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_scale"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.float8_e4m3fn, 0.5)]
+)
+@pytest.mark.parametrize("layout", [(16, 1, 1), (8, 4, 2), (6, 3, 6)])
+def test_rows_are_written_where_both_forms_of_a_page_have_them(layout, dtype, cache_scale):
+    n, shards, interleave = layout
+    given = oracle.case(
+        [5, 0, 1, 40], [30, 7, 44, 3], n=n, shards=shards, interleave=interleave, planes=True, latent=128, position=64,
+    )  # fmt: skip
+    new = np.full((60, 192), np.nan, np.float32)
+    new[:46] = np.concatenate([given.keys[r, c : c + m] for r, (m, c) in enumerate(zip(given.length, given.context))])  # noqa: B905
+    table = given.table.copy()
+    table[0, 0] = 0  # the null block takes nothing
+    for rank in range(shards):
+        written = []
+        for planes in (False, True):
+            shape = pool_shape(2, int(table.max()) + 1, n, 128, 64, planes=planes)
+            pool = write(
+                jnp.full(shape, 7.0, dtype), jnp.asarray(new), 1, given.rows, jnp.asarray(table), shards=shards,
+                rank=rank, interleave=interleave, cache_scale=cache_scale,
+            )  # fmt: skip
+            np.testing.assert_array_equal(pool[0].astype(jnp.float32), 7.0)
+            written.append(np.asarray(pages_of(pool, 128, 64).split(pool)[1].astype(jnp.float32)))
+        np.testing.assert_array_equal(*written)
+        want = np.full_like(written[0], 7.0)
+        for row, (count, context) in enumerate(zip(given.length, given.context, strict=True)):
+            at = np.arange(context, context + count)
+            column, home, place = oracle.local_rows(at, n, shards, interleave)
+            own = (home == rank) & (table[row, column] != 0)
+            values = given.keys[row, at[own]] / (cache_scale or 1.0)
+            want[table[row, column[own]], place[own]] = jnp.asarray(values).astype(dtype).astype(jnp.float32)
+        np.testing.assert_array_equal(written[0], want)
+
+
+def test_what_a_narrow_type_cannot_hold_is_clipped():
+    cache = jnp.zeros((1, 2, 8, 80), jnp.float8_e4m3fn)
+    row = jnp.asarray([[1e4, -1e4, *[1.0] * 78]])
+    place = {"shards": 1, "rank": 0, "interleave": 1}
+    got = mla_write(cache, row, 0, rows_of([0], [1], [0]), jnp.ones((1, 1), jnp.int32), **place)
+    np.testing.assert_array_equal(got[0, 1, 0, :3].astype(jnp.float32), [448, -448, 1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((1, 4, 8, 100), "cache: got pages of 8 x 100"), ((1, 4, 70, 128), "cache: got pages of 70 x 128")],
+)
+def test_pages_of_another_shape_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        mla_attention(
+            jnp.zeros((1, 2, 512)), jnp.zeros((1, 2, 64)), jnp.zeros(shape), 0, rows_of([0], [1], [0]),
+            jnp.ones((1, 1), jnp.int32), scale=1.0, shards=1, rank=0, interleave=1, query_tile=1,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window: got 0"),
+        ({"soft_cap": 0.0}, "soft_cap: got 0.0"),
+        ({"query_tile": 0}, "query_tile: got 0"),
+    ],
+)
+def test_a_window_or_cap_without_meaning_is_refused(options, message):
+    given = {"scale": 1.0, "shards": 1, "rank": 0, "interleave": 1, "query_tile": 1, **options}
+    with pytest.raises(ValueError, match=message):
+        mla_attention(
+            jnp.zeros((1, 2, 64)), jnp.zeros((1, 2, 16)), jnp.zeros((1, 2, 8, 80)), 0, rows_of([0], [1], [0]),
+            jnp.ones((1, 1), jnp.int32), **given,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "latent", "position"), [(7, 512, 64), (8, 500, 64), (8, 512, 32)])
+def test_pages_that_have_no_planes_are_refused(rows, latent, position):
+    with pytest.raises(ValueError, match="planes: got"):
+        pool_shape(1, 2, rows, latent, position, planes=True)
 
 
 def test_an_interleave_that_does_not_divide_the_rows_is_refused():
