@@ -12,13 +12,14 @@ A pool of 8-bit floats has one scale: it holds rows / cache_scale, clipped to wh
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementations, choose
 from pallas_kernels.mla import merge, reference, stripe, write
-from pallas_kernels.mla.pages import LANES, pages_of
+from pallas_kernels.mla.pages import LANES, Pages, pages_of
 from pallas_kernels.mla.visible import visible
 from pallas_kernels.rows import RaggedRows
 
@@ -30,11 +31,15 @@ _ATTENTION: Implementations = {
 _MERGE: Implementations = {"reference": merge.merge_lse}
 
 
-def _fits(cache: Float[Array, "layers B ..."], latent: int) -> Callable[[str], bool]:
-    """Whether an implementation is for such a pool."""
-    planes = cache.shape[-1] == LANES and latent % LANES == 0
-    narrow = cache.dtype == jnp.bfloat16 or jnp.dtype(cache.dtype).itemsize == 1
-    return lambda form: planes and narrow if form == "tpu" else True
+def _written(form: Pages) -> Callable[[str], bool]:
+    """Whether an implementation writes such pages."""
+    return lambda name: name != "tpu" or (form.planes and form.rows % 16 == 0)
+
+
+def _read(form: Pages, dtype: Any) -> Callable[[str], bool]:
+    """Whether an implementation attends to such pages."""
+    narrow = dtype == jnp.bfloat16 or jnp.dtype(dtype).itemsize == 1
+    return lambda name: name != "tpu" or (form.planes and form.rows % 16 == 0 and narrow)
 
 
 def mla_write(
@@ -66,7 +71,7 @@ def mla_write(
     """
     form = pages_of(cache, *_widths(cache, new.shape[-1]))
     stripe.check(form.rows, shards, interleave)
-    run = choose("mla_write", implementation, _WRITE, _fits(cache, form.latent))
+    run = choose("mla_write", implementation, _WRITE, _written(form))
     return run(
         cache, new, layer, rows, table, form=form, shards=shards, rank=rank, interleave=interleave,
         cache_scale=cache_scale,
@@ -129,7 +134,7 @@ def mla_attention(
     stripe.check(form.rows, shards, interleave)
     if query_tile < 1:
         raise ValueError(f"query_tile: got {query_tile}; give the most tokens of a row, at least 1")
-    run = choose("mla_attention", implementation, _ATTENTION, _fits(cache, latent))
+    run = choose("mla_attention", implementation, _ATTENTION, _read(form, cache.dtype))
     return run(
         q_latent, q_rope, cache, layer, rows, table, scale=scale, shards=shards, rank=rank,
         interleave=interleave, query_tile=query_tile, visible=visible(causal, window, soft_cap),

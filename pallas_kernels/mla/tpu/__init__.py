@@ -1,0 +1,1 @@
+"""Latent attention and row writes as Mosaic kernels for TPU."""

@@ -1,0 +1,276 @@
+"""Row writes into pages in planes, on TPU.
+
+The rows of a token are one sublane of five tiles of a page, and memory is written a tile at a time. So the unit of
+work is a *patch*: the tiles that hold 8 rows of each half of a page, [9 half-planes, 8, 128], since the tails of both
+halves share a tile. A page seen as [9, n / 2, 128] makes a patch one rectangle: one copy in, the new rows put over it,
+one copy out. New tokens come by in chunks; patches of a chunk are all different, so any number may be on their way, and
+before the next chunk begins all of them are home.
+
+Values are moved as bits: a patch is taken for int32 words that hold 1, 2 or 4 rows each, and a row is shifted
+and masked into its word. So types the core can't compute with cost the same.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.mla import stripe
+from pallas_kernels.mla.pages import LANES, TAIL, Pages
+from pallas_kernels.mla.write import stored
+from pallas_kernels.rows import RaggedRows, owner
+
+# Rows of a half page in a patch: what the tiling of memory lets a copy take.
+GROUP = 8
+# Tokens of a chunk: 4 KiB each in VMEM, twice.
+CHUNK = 512
+# Places for patches, a power of two, and how many are on their way in; the rest are on their way out.
+PLACES, AHEAD = 32, 16
+# Bytes of scalar memory that the lists of patches may take.
+SCALARS = 1 << 19
+
+
+class Patches(NamedTuple):
+    """The patches of a chunk, [M] each; those to be written come first.
+
+    Attributes:
+      block: id in the pool.
+      group: first row of its rows in a half page.
+      base: index in the chunk of the token that the first position of the block would have.
+      low, high: [low, high) of its 8 rows in the first half that are written.
+      low2, high2: the same in the second half.
+    """
+
+    block: Int32[Array, "M"]
+    group: Int32[Array, "M"]
+    base: Int32[Array, "M"]
+    low: Int32[Array, "M"]
+    high: Int32[Array, "M"]
+    low2: Int32[Array, "M"]
+    high2: Int32[Array, "M"]
+
+
+def owned(position: Any, shards: int, rank: Int32[Array, ""] | int, interleave: int) -> Any:
+    """Local rows of this rank before a position of a sequence."""
+    turn = interleave * shards
+    return position // turn * interleave + jnp.clip(position % turn - rank * interleave, 0, interleave)
+
+
+def most_patches(tokens: int, rows: int) -> int:
+    """A row of m tokens meets at most (m - 2) / 8 + 2 groups of 8 rows."""
+    return min(tokens, tokens // GROUP + 2 * rows)
+
+
+def patches_of(
+    rows: RaggedRows,
+    table: Int32[Array, "R C"],
+    begin: Int32[Array, ""] | int,
+    *,
+    chunk: int,
+    n: int,
+    shards: int,
+    rank: Int32[Array, ""] | int,
+    interleave: int,
+) -> tuple[Patches, Int32[Array, ""]]:
+    """Patches that the tokens [begin, begin + chunk) of the packed axis fall into, and how many they are.
+
+    Groups of 8 rows are listed in order. One of a second half page is left to its partner in the first
+    half where that one is listed too.
+    """
+    most, half = most_patches(chunk, table.shape[0]), n // 2 // GROUP
+    skipped = jnp.clip(begin - rows.offset, 0, rows.length)
+    length = jnp.clip(begin + chunk - rows.offset, 0, rows.length) - skipped
+    start = rows.start + skipped
+    first = owned(start, shards, rank, interleave)
+    end = owned(start + length, shards, rank, interleave)
+    low = first // GROUP
+    count = jnp.where(end > first, (end - 1) // GROUP - low + 1, 0)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    row = owner(ends, most)
+    listed = row < count.shape[0]
+    row = jnp.where(listed, row, 0)
+    at = low[row] + jnp.arange(most, dtype=jnp.int32) - (ends - count)[row]
+    column, within = at // (2 * half), at % (2 * half)
+    partner_listed = (within >= half) & (at - half >= low[row])
+    block = table[row, jnp.minimum(column, table.shape[1] - 1)]
+    group = within % half * GROUP
+
+    def clipped(bound: Any, side: int) -> Any:
+        return jnp.clip(bound[row] - column * n - side * (n // 2) - group, 0, GROUP)
+
+    base = rows.offset[row] - begin + column * (n * shards) - rows.start[row]
+    found = Patches(
+        block, group, base, clipped(first, 0), clipped(end, 0), clipped(first, 1), clipped(end, 1)
+    )  # fmt: skip
+    wanted = listed & ~partner_listed & (column < table.shape[1]) & (block != 0)
+    order = jnp.argsort(~wanted, stable=True)
+    return Patches(*(field[order] for field in found)), jnp.sum(wanted, dtype=jnp.int32)
+
+
+def _kernel(
+    patches: Any, count: Any, place_of: Any, bits: Any, _: Any, pool: Any, tiles: Any, arrived: Any, left: Any,
+    *, n: int, shards: int, interleave: int, width: int, long_rows: bool,
+) -> None:  # fmt: skip
+    """patches: SMEM, fields of `Patches`, each [chunks, M]; place_of: SMEM [2] of (layer, rank)."""
+    chunk = pl.program_id(0)
+    total, per_word = count[chunk], 32 // width
+    layer, rank = place_of[0], place_of[1]
+    planes = (tiles.shape[1] - 1) // 2
+    shape = (GROUP // per_word, LANES)
+    word = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    side = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // TAIL
+    # Distance of the tokens of neighbouring rows in a group; 0 if it varies, or if rows hardly ever fill a group.
+    step = 1 if shards == 1 or interleave % GROUP == 0 else shards if interleave == 1 else 0
+    step = step if long_rows else 0
+    ones = -1 if width == 32 else (1 << width) - 1
+
+    def patch(i: Any) -> Any:
+        group = pl.multiple_of(patches.group[chunk, i], GROUP)
+        return pool.at[layer, patches.block[chunk, i], :, pl.ds(group, GROUP)]
+
+    def read(i: Any) -> Any:
+        place = i & (PLACES - 1)
+        return pltpu.make_async_copy(patch(i), tiles.at[place], arrived.at[place])
+
+    def write(i: Any) -> Any:
+        place = i & (PLACES - 1)
+        return pltpu.make_async_copy(tiles.at[place], patch(i), left.at[place])
+
+    def put(i: Any) -> None:
+        place, group, base = i & (PLACES - 1), patches.group[chunk, i], patches.base[chunk, i]
+
+        def one(half: int, at: Any) -> None:
+            row = half * (n // 2) + group + at
+            token = base + stripe.position_in_block(row, rank, shards, interleave)
+            shift = (at & (per_word - 1)) * width
+            mask = jnp.where(word == at // per_word, jnp.int32(ones) << shift, 0)
+            for plane in range(planes + 1):
+                target, own = (
+                    (2 * plane + half, mask) if plane < planes else (2 * planes, jnp.where(side == half, mask, 0))
+                )
+                words = pltpu.bitcast(tiles[place, target], jnp.int32)
+                value = bits[token, pl.ds(plane, 1)] << shift
+                tiles[place, target] = pltpu.bitcast((words & ~own) | (value & own), tiles.dtype)
+
+        def whole(half: int) -> None:
+            """All 8 rows, whose tokens are evenly spaced."""
+            token = base + stripe.position_in_block(half * (n // 2) + group, rank, shards, interleave)
+            for plane in range(planes + 1):
+                every = [pl.ds(token + k * step, GROUP // per_word, per_word * step) for k in range(per_word)]
+                parts = [bits[tokens, pl.ds(plane, 1)].reshape(shape) << k * width for k, tokens in enumerate(every)]
+                words = functools.reduce(jnp.bitwise_or, parts)
+                target = 2 * plane + half if plane < planes else 2 * planes
+                if plane == planes:
+                    words = jnp.where(side == half, words, pltpu.bitcast(tiles[place, target], jnp.int32))
+                tiles[place, target] = pltpu.bitcast(words, tiles.dtype)
+
+        for half, (low, high) in enumerate(((patches.low, patches.high), (patches.low2, patches.high2))):
+            begin, end = low[chunk, i], high[chunk, i]
+            if step:
+                pl.when(end - begin == GROUP)(functools.partial(whole, half))
+                begin = jnp.where(end - begin == GROUP, end, begin)
+            jax.lax.fori_loop(begin, end, lambda at, _, half=half: one(half, at), None)
+
+    def first(i, carry):
+        read(i).start()
+        return carry
+
+    def visit(i, carry):
+        later = i + AHEAD
+
+        @pl.when(later < total)
+        def _():
+            pl.when(later >= PLACES)(lambda: write(later - PLACES).wait())
+            read(later).start()
+
+        read(i).wait()
+        put(i)
+        write(i).start()
+        return carry
+
+    jax.lax.fori_loop(0, jnp.minimum(AHEAD, total), first, None)
+    jax.lax.fori_loop(0, total, visit, None)
+    # Those whose place nothing came to afterwards have not been waited for.
+    jax.lax.fori_loop(jnp.maximum(total - PLACES, 0), total, lambda i, _: write(i).wait(), None)
+
+
+def mla_write(
+    cache: Float[Array, "layers B *page"],
+    new: Float[Array, "T LP"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    table: Int32[Array, "R C"],
+    *,
+    form: Pages,
+    shards: int,
+    rank: Int32[Array, ""] | int,
+    interleave: int,
+    cache_scale: Float[Array, ""] | float | None,
+    interpret: Any = False,
+) -> Float[Array, "layers B *page"]:
+    """See `mla.api.mla_write`.
+
+    Raises:
+      ValueError: pages without planes, or whose halves are not whole groups of 8 rows, or more tokens than
+        have room in scalar memory.
+    """
+    n = form.rows
+    if not form.planes or n % (2 * GROUP):
+        raise ValueError(
+            f"cache: got pages of {n} rows {'in planes' if form.planes else 'of whole rows'}; the TPU writes pages in "
+            f"planes whose rows are a multiple of {2 * GROUP}"
+        )
+    if not new.shape[0]:
+        return cache
+    chunk = min(CHUNK, new.shape[0])
+    chunks = -(-new.shape[0] // chunk)
+    lists = chunks * most_patches(chunk, table.shape[0]) * len(Patches._fields) * 4
+    if lists > SCALARS:
+        raise ValueError(
+            f"new: got {new.shape[0]} tokens of {table.shape[0]} rows; their lists take {lists} bytes of scalar memory and "
+            f"may take {SCALARS}: write them in several calls"
+        )
+    width = 8 * jnp.dtype(cache.dtype).itemsize
+    halves = 2 * form.latent // LANES + 1
+    place = {"shards": shards, "interleave": interleave}
+    patches, total = jax.vmap(lambda begin: patches_of(rows, table, begin, chunk=chunk, n=n, rank=rank, **place))(
+        chunk * jnp.arange(chunks, dtype=jnp.int32)
+    )
+    pool = cache.reshape(*cache.shape[:2], halves, n // 2, LANES)
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    bits = _bits(stored(new, cache.dtype, cache_scale), form.latent)
+    done = pl.pallas_call(
+        functools.partial(_kernel, n=n, width=width, long_rows=new.shape[0] >= GROUP * len(rows.offset), **place),
+        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(chunks,),
+            in_specs=[pl.BlockSpec((chunk, *bits.shape[1:]), lambda i, *_: (i, 0, 0)), hbm],
+            out_specs=hbm,
+            scratch_shapes=[
+                pltpu.VMEM((PLACES, halves, GROUP, LANES), pool.dtype),
+                pltpu.SemaphoreType.DMA((PLACES,)),
+                pltpu.SemaphoreType.DMA((PLACES,)),
+            ],
+        ),
+        input_output_aliases={len(patches) + 3: 0},
+        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        name="mla_write",
+    )(
+        patches, total, jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(rank, jnp.int32)]), bits, pool,
+    )  # fmt: skip
+    return done.reshape(cache.shape)
+
+
+def _bits(values: Float[Array, "T LP"], latent: int) -> Int32[Array, "T planes 128"]:
+    """Tokens as int32 [T, planes of the latent, then the tail twice side by side, padded to whole tiles, 128]."""
+    unsigned = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
+    planes = unsigned[:, :latent].reshape(values.shape[0], -1, LANES)
+    tails = jnp.tile(unsigned[:, latent:], 2)[:, None]
+    padding = jnp.zeros((values.shape[0], -(planes.shape[1] + 1) % 8, LANES), unsigned.dtype)
+    return jnp.concatenate([planes, tails, padding], axis=1).astype(jnp.uint32).astype(jnp.int32)
