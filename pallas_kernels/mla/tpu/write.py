@@ -231,8 +231,8 @@ def mla_write(
     lists = chunks * most_patches(chunk, table.shape[0]) * len(Patches._fields) * 4
     if lists > SCALARS:
         raise ValueError(
-            f"new: got {new.shape[0]} tokens of {table.shape[0]} rows; their lists take {lists} bytes of scalar memory and "
-            f"may take {SCALARS}: write them in several calls"
+            f"new: got {new.shape[0]} tokens of {table.shape[0]} rows; their lists take {lists} bytes of scalar memory "
+            f"and may take {SCALARS}: write them in several calls"
         )
     width = 8 * jnp.dtype(cache.dtype).itemsize
     halves = 2 * form.latent // LANES + 1

@@ -1,0 +1,35 @@
+"""Checks of block ids on the host: an id beyond the pool is refused, never clipped."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def check(name: str, ids: Any, blocks: int) -> None:
+    """Refuse ids outside [0, blocks); traced ids pass unseen.
+
+    Raises:
+      ValueError: naming the first such id and its place.
+    """
+    if isinstance(ids, jax.core.Tracer):
+        return
+    wrong = np.flatnonzero((np.asarray(ids) < 0) | (np.asarray(ids) >= blocks))
+    if len(wrong):
+        at = int(wrong[0])
+        raise ValueError(f"{name}: got block {int(np.asarray(ids)[at])} at {at}; the pool has blocks 0 to {blocks - 1}")
+
+
+def check_targets(name: str, ids: Any, blocks: int) -> None:
+    """`check`, and refuse a block that would be written twice (the null block may be).
+
+    Raises:
+      ValueError: as said.
+    """
+    check(name, ids, blocks)
+    if isinstance(ids, jax.core.Tracer):
+        return
+    values, counts = np.unique(np.asarray(ids), return_counts=True)
+    twice = values[(counts > 1) & (values != 0)]
+    if len(twice):
+        raise ValueError(f"{name}: got block {int(twice[0])} twice; each block may be written once")
