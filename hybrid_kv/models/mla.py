@@ -18,7 +18,7 @@ from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.linear import project, project_heads
 from hybrid_kv.models.norms import rms_norm
 from hybrid_kv.typing import Array, Float, Int32
-from pallas_kernels.mla import merge, mla_attention, mla_write
+from pallas_kernels.mla import context_parallel, mla_attention, mla_write
 
 _PREFILL_TILE = 64
 
@@ -65,20 +65,10 @@ class MlaMixer(nnx.Module):
         }
         cache = mla_write(cache, self.cache_rows(x), *place, **stripe)
         attend = {"scale": config.softmax_scale, "query_tile": 1 if decode_only else _PREFILL_TILE, **stripe}
-        out = _attend(q_latent, q[..., nope:], cache, place, attend)
+        out, _ = context_parallel(
+            lambda *heads: mla_attention(*heads, cache, *place, **attend), q_latent, q[..., nope:], DCP
+        )
         # The next layer writes the pool: it must not be kept alive beyond these reads (see kernels' slots).
         out, cache = jax.lax.optimization_barrier((out, cache))
         o = project_heads(out, jnp.swapaxes(kv_b[:, nope:], 1, 2))
         return tensor_sum(project(o.reshape(x.shape[0], -1), self.out[...])), cache
-
-
-def _attend(q_latent: Array, q_rope: Array, cache: Array, place: tuple, attend: dict) -> Float[Array, "T N L"]:
-    """Attention of the local heads to the whole cache: gather, attend to own tokens, merge, scatter."""
-    if attend["shards"] == 1:
-        return mla_attention(q_latent, q_rope, cache, *place, **attend)[0]
-    latent = q_latent.shape[-1]
-    q = jax.lax.all_gather(jnp.concatenate([q_latent, q_rope], axis=-1), DCP, axis=1, tiled=True)
-    part, lse = mla_attention(q[..., :latent], q[..., latent:], cache, *place, **attend)
-    share, _ = merge.weights(jax.lax.all_gather(lse, DCP))
-    mine = merge.scaled(part, share[attend["rank"]]).astype(q_latent.dtype)
-    return jax.lax.psum_scatter(mine, DCP, scatter_dimension=1, tiled=True)
