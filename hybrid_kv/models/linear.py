@@ -24,11 +24,15 @@ def project(
     x: Float[Array, "T D"], weight: Float[Array, "F D"], precision: jax.lax.Precision | None = None
 ) -> Float[Array, "T F"]:
     """weight x of every token."""
-    out = jnp.matmul(_padded(x, 0), _padded(weight, 0).T, precision=precision)
+    # Both are summed over their last axis: turned, the weight would be another product, with sums in another order.
+    out = jax.lax.dot_general(_padded(x, 0), _padded(weight, 0), (((1,), (1,)), ((), ())), precision=precision)
     return out[: x.shape[0], : weight.shape[0]]
 
 
 def project_heads(x: Float[Array, "T N D"], weight: Float[Array, "N D L"]) -> Float[Array, "T N L"]:
     """x weight of every token and head, each head with its own weight."""
-    out = jnp.einsum("tnd,ndl->tnl", _padded(x, 0), _padded(weight, 2))
-    return out[: x.shape[0], :, : weight.shape[2]]
+    if jax.default_backend() != "cpu":
+        return jnp.einsum("tnd,ndl->tnl", x, weight)
+    # One head after the other: in a product of all heads at once the order of sums depends on the number of tokens.
+    heads = jnp.moveaxis(x, 1, 0), jax.lax.optimization_barrier(jnp.swapaxes(weight, 1, 2))
+    return jnp.moveaxis(jax.lax.map(lambda head: project(*head), heads), 0, 1)

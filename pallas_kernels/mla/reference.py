@@ -49,7 +49,9 @@ def _accumulate(acc: _Softmax, score: Float[Array, "b n q k"], value: Float[Arra
     p = jnp.exp(score - anchor[..., None])
     fade = jnp.exp(acc.top - anchor)
     value = jnp.pad(value, ((0, 0), (0, 0), (0, _ones(value.shape[-1]))), constant_values=1.0)
-    added = jnp.einsum("bnqk,bkl->bnql", p, value, precision=Precision.HIGHEST)
+    # Turned before the product: CPU products keep one order of sums if both factors are summed over their last axis.
+    value = jax.lax.optimization_barrier(jnp.swapaxes(value, 1, 2))
+    added = jnp.einsum("bnqk,blk->bnql", p, value, precision=Precision.HIGHEST)
     return _Softmax(top, acc.out * fade[..., None] + added)
 
 
@@ -80,7 +82,7 @@ def mla_attention(
     token = tokens(rows, count)
 
     most = max_tiles(count, table.shape[0], query_tile, anchored=False)
-    batch = min(max(1, _QUERIES // query_tile), most)
+    batch = max(2, min(_QUERIES // query_tile, most))  # a batch of one sums in another order than one of many
     batches = -(-most // batch)
     grid = tiles(rows, query_tile, anchored=False, max_tiles=batches * batch)
 
@@ -93,7 +95,8 @@ def mla_attention(
     keys = columns * per_rank
 
     factor = jnp.asarray(scale, jnp.float32) * (1.0 if cache_scale is None else cache_scale)
-    q = jnp.concatenate([q_latent, q_rope], axis=-1)
+    # In fp32, and on the query: a multiplication of scores may be contracted with what follows, which moves bits.
+    q = jnp.concatenate([q_latent, q_rope], axis=-1).astype(jnp.float32) * factor
     slot = jnp.arange(query_tile, dtype=jnp.int32)
 
     def one_batch(i, carry):
@@ -108,7 +111,10 @@ def mla_attention(
         seen = jnp.where(inside, last, -1)
         furthest = jnp.max(seen, axis=1)
         pages = table[grid.row[at]]
-        nearest = jnp.zeros_like(own) if visible.window is None else jnp.maximum(own - visible.window + 1, 0)
+        first = 0
+        if visible.window is not None:
+            nearest = jnp.maximum(own - visible.window + 1, 0)
+            first = jnp.min(jnp.where(inside, nearest, jnp.iinfo(jnp.int32).max)) // (columns * block)
 
         def one_group(j, acc):
             ids = jax.lax.dynamic_slice_in_dim(pages, j * columns, columns, axis=1)
@@ -120,7 +126,7 @@ def mla_attention(
             score = jnp.einsum(
                 "bnqd,bkd->bnqk", query, key, precision=Precision.HIGHEST, preferred_element_type=jnp.float32
             )
-            score = visible.capped(score * factor)
+            score = visible.capped(score)
             mask = live[:, None, :] & (position[None, None, :] <= seen[:, :, None])
             if visible.window is not None:
                 mask &= position[None, None, :] >= nearest[:, :, None]
@@ -132,8 +138,6 @@ def mla_attention(
             jnp.full(shape, -jnp.inf, jnp.float32),
             jnp.zeros((*shape, latent + _ones(latent)), jnp.float32),
         )
-        far = jnp.iinfo(jnp.int32).max
-        first = jnp.min(jnp.where(inside, nearest, far)) // (columns * block)
         visits = jnp.minimum((jnp.max(furthest) + columns * block) // (columns * block), pages.shape[1] // columns)
         acc = jax.lax.fori_loop(first, visits, one_group, acc)
         total = acc.out[..., latent]
