@@ -151,21 +151,12 @@ def _decays(up_to: list[jax.Array], behind: list[jax.Array]) -> _Decays:
 
 
 def _later(x: jax.Array, n: int) -> jax.Array:
-    """Rows of the odd blocks of n, in order."""
-    if n % 16 == 0 or x.dtype.itemsize == 4:
-        return jnp.concatenate([x[at : at + n] for at in range(n, x.shape[0], 2 * n)], axis=0)
-    # Eights of a packed array are half registers: join the lower halves of neighbours.
-    words = pltpu.bitcast(x, jnp.int32)
-    low = lax.broadcasted_iota(jnp.int32, (8, x.shape[1]), 0) < 4
-    joined = [
-        jnp.where(low, pltpu.roll(words[at : at + 8], 4, 0), words[at + 8 : at + 16])
-        for at in range(0, words.shape[0], 16)
-    ]
-    return pltpu.bitcast(jnp.concatenate(joined, axis=0), x.dtype)
+    """Rows of the odd blocks of n, in order, n a multiple of 8."""
+    return jnp.concatenate([x[at : at + n] for at in range(n, x.shape[0], 2 * n)], axis=0)
 
 
 def _earlier(x: jax.Array, n: int) -> jax.Array:
-    """x with the rows of the odd blocks of n zero, n a multiple of 16."""
+    """x with the rows of the odd blocks of n zero, n a multiple of 8."""
     zero = jnp.zeros_like(x[:n])
     return jnp.concatenate([x[at : at + n] if at // n % 2 == 0 else zero for at in range(0, x.shape[0], n)], axis=0)
 
@@ -224,7 +215,6 @@ def prepare(
         k_f32.append(k_f * k_scale)
         if not ar.midpoint:
             own.append(jnp.sum(q_f * k_f, axis=1, keepdims=True) * (q_scale * k_scale))
-    q_n, k_n = [ar.round(x) for x in q_f32], [ar.round(x) for x in k_f32]
     yield None
 
     def head(rows: int, h: int) -> jax.Array:
@@ -234,11 +224,12 @@ def prepare(
     behind = [ar.exp(head(1, h)) for h in range(2)]
     decays = [_decays(_eights(a), _eights(b)) for a, b in zip(up_to, behind, strict=True)]
     yield None
+    # Everywhere products are rounded, not factors: one rounding of an operand instead of three.
     read = tuple(
-        jnp.concatenate([k_n[h] * ar.round(decays[h].up_to), q_n[h] * ar.round(decays[h].up_to)], axis=0)
+        jnp.concatenate([ar.round(k_f32[h] * decays[h].up_to), ar.round(q_f32[h] * decays[h].up_to)], axis=0)
         for h in range(2)
     )
-    kg = jnp.concatenate([k_n[h] * ar.round(decays[h].behind) for h in range(2)], axis=0)
+    kg = jnp.concatenate([ar.round(k_f32[h] * decays[h].behind) for h in range(2)], axis=0)
     decay = jnp.concatenate([decays[h].whole for h in range(2)], axis=0)
 
     def scores(rows: list[list[jax.Array]], keys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -249,13 +240,10 @@ def prepare(
         return out[:half], out[half:]
 
     def late_scores(which: str, n: int) -> tuple[jax.Array, jax.Array]:
-        """Only rows of later blocks of n."""
-        d = [ar.round(getattr(x, which)) for x in decays]
-        if n % 16:
-            rows = [[_later(x_h * d_h, n) for x_h, d_h in zip(x, d, strict=True)] for x in (q_n, k_n)]
-            return scores(rows, [k_h * d_h for k_h, d_h in zip(k_n, d, strict=True)])
-        rows = [[_later(x_h, n) * _later(d_h, n) for x_h, d_h in zip(x, d, strict=True)] for x in (q_n, k_n)]
-        return scores(rows, [_earlier(k_h * d_h, n) for k_h, d_h in zip(k_n, d, strict=True)])
+        """Only rows of later blocks of n, with keys of earlier ones."""
+        d = [getattr(x, which) for x in decays]
+        rows = [[ar.round(_later(x_h * d_h, n)) for x_h, d_h in zip(x, d, strict=True)] for x in (q_f32, k_f32)]
+        return scores(rows, [ar.round(_earlier(k_h * d_h, n)) for k_h, d_h in zip(k_f32, d, strict=True)])
 
     # Levels 32 and 16: M of these takes part in merges only.
     a_qk = [jnp.zeros((8, 2 * CHUNK), jnp.float32)] * 8
@@ -285,7 +273,6 @@ def prepare(
             along = [_eights(up_to[h] if b % 2 else behind[h])[b] for b in range(8)]
             left.append(jnp.concatenate([along[b] if b % 2 else against[b] for b in range(8)], axis=0))
             right.append(jnp.concatenate([against[b] if b % 2 else along[b] for b in range(8)], axis=0))
-        # Most of the score of near rows comes from here, so products are rounded, not factors.
         rows = [[ar.round(x_h * d_h) for x_h, d_h in zip(x, left, strict=True)] for x in (q_f32, k_f32)]
         s_q, s_k = scores(rows, [ar.round(k_h * d_h) for k_h, d_h in zip(k_f32, right, strict=True)])
         yield None
@@ -299,10 +286,10 @@ def prepare(
         odd = lax.broadcasted_iota(jnp.int32, (CHUNK, WIDTH), 0) % 2 == 1
         for number in (2, 1, 0):
             if number:
-                d = [ar.round(ar.exp(head(1 + number, h))) for h in range(2)]
+                d = [ar.exp(head(1 + number, h)) for h in range(2)]
             else:
-                d = [ar.round(jnp.where(odd, ar.exp(x), 1.0)) for x in g]
-            rows = [[x_h * d_h for x_h, d_h in zip(x, d, strict=True)] for x in (q_n, k_n)]
+                d = [jnp.where(odd, ar.exp(x), 1.0) for x in g]
+            rows = [[ar.round(x_h * d_h) for x_h, d_h in zip(x, d, strict=True)] for x in (q_f32, k_f32)]
             s_q, s_k = scores(rows, rows[1])
             yield None
             take(a_qk, list(_eights(s_q)), lambda x, number=number: x == number)
