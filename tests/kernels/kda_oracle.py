@@ -18,7 +18,7 @@ def recurrence(x: dict, state: np.ndarray, lower_bound: float | None):
     if lower_bound is None:
         g = -a * np.logaddexp(z, 0)
     else:
-        g = lower_bound / (1 + np.exp(-a * z))
+        g = lower_bound / (1 + np.exp(np.minimum(-a * z, 700.0)))
     beta = 1 / (1 + np.exp(-raw_beta))
     q = q / np.sqrt(np.sum(q * q, -1, keepdims=True) + 1e-6) * q.shape[-1] ** -0.5
     k = k / np.sqrt(np.sum(k * k, -1, keepdims=True) + 1e-6)

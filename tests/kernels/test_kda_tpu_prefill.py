@@ -185,6 +185,21 @@ def test_neighbours_share_tiles_under_the_strongest_bounded_gate():
         assert golden.rel_rmse(after[slot], want_after[-1]) <= BF16
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("a_log", [(-100.0, 100.0), (-70.0, 70.0)])
+def test_slots_that_are_no_tokens_are_neutral_for_any_slope(a_log, lower_bound, dtype):
+    """A slope that underflows makes the bounded gate constant, one that overflows the softplus gate forget everything."""
+    x = bf16_exact(random_inputs(7, 37, HEADS, WIDTH, WIDTH))
+    x["A_log"][:] = a_log
+    states = pool_of(np.random.default_rng(7).normal(size=(HEADS, WIDTH, WIDTH)).astype(np.float32))
+    o, after = run(x, states, rows_of([0], [37], [5]), [1], [2], lower_bound=lower_bound, dtype=dtype)
+    want, want_after = recurrence(x, states[1], lower_bound)
+    limit = BF16 if dtype == jnp.bfloat16 else 1e-6
+    assert golden.rel_rmse(o, want) <= limit
+    assert golden.rel_rmse(after[2], want_after[-1]) <= limit
+
+
 def test_no_row_at_all():
     x = random_inputs(3, 10, HEADS, WIDTH, WIDTH)
     states = np.full((SLOTS, HEADS, WIDTH, WIDTH), np.nan, np.float32)

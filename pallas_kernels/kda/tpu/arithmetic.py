@@ -9,8 +9,11 @@ from jax.experimental import pallas as pl
 
 LOG2E = 1.4426950408889634
 
-# Raw gate of a slot that is no token: both gate functions give a decay of exactly or as good as 1.
-NEUTRAL_GATE = -1e30
+# Raw gate of a slot that is no token: both gate functions give a decay of exactly or as good as 1 for any slope within
+# _SLOPES. Not lower, so that its product with LOG2E is finite.
+NEUTRAL_GATE = -2e38
+# exp(A_log) is kept within these. Beyond them no decay changes but of gates |z| below 1e-28 or above 1e28.
+_SLOPES = 1e-36, 1e30
 
 
 class Arithmetic(NamedTuple):
@@ -66,7 +69,8 @@ class Arithmetic(NamedTuple):
 
     def gate_constants(self, a_log: jax.Array, dt_bias: jax.Array) -> jax.Array:
         """Per channel [2, ...] fp32: factor and bias as `log_decay` wants them. a_log [H], dt_bias [H, K]."""
-        a = jnp.broadcast_to(jnp.exp(a_log.astype(jnp.float32))[:, None], dt_bias.shape)
+        a = jnp.clip(jnp.exp(a_log.astype(jnp.float32)), *_SLOPES)
+        a = jnp.broadcast_to(a[:, None], dt_bias.shape)
         bias = dt_bias.astype(jnp.float32)
         if self.exact:
             return jnp.stack([a, bias])
