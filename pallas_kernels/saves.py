@@ -32,10 +32,19 @@ def saves(
     emit_position: Int32[Array, "R E"],
     emit_slot: Int32[Array, "R E"],
 ) -> Saves:
-    """All saves of a step. Absent rows and positions outside (start, start + length] get slot 0."""
+    """All saves of a step. Absent rows and positions outside (start, start + length] get slot 0.
+
+    Of several saves of a row to one slot the one after most tokens keeps it. Copies into a pool may overtake one
+    another, so no form could order them.
+    """
     end = rows.start + rows.length
     position = jnp.concatenate([emit_position, end[:, None]], axis=1)
     slot = jnp.concatenate([emit_slot, write[:, None]], axis=1)
     inside = (position > rows.start[:, None]) & (position <= end[:, None])
+    slot = jnp.where(inside, slot, 0)
+    index = jnp.arange(slot.shape[1], dtype=jnp.int32)
+    later = position[:, None, :] > position[:, :, None]
+    later |= (position[:, None, :] == position[:, :, None]) & (index[None, None, :] > index[None, :, None])
+    outlasted = jnp.any((slot[:, None, :] == slot[:, :, None]) & later, axis=2)
     row = jnp.broadcast_to(jnp.arange(end.shape[0], dtype=jnp.int32)[:, None], slot.shape)
-    return Saves(row.ravel(), position.ravel(), jnp.where(inside, slot, 0).ravel())
+    return Saves(row.ravel(), position.ravel(), jnp.where(outlasted, 0, slot).ravel())

@@ -1,5 +1,6 @@
 """Short causal convolution: signature and contract."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.conv1d import reference
@@ -30,7 +31,7 @@ def causal_conv1d(
 
     A slot holds the last W - 1 pre-convolution inputs, oldest first; zeros stand for inputs
     before the sequence. Slot rules are those of `kda.api`: slot 0 is never read and never
-    written.
+    written, and with no row or no token nothing is launched.
 
     Args:
       x: raw inputs, before the convolution.
@@ -53,4 +54,6 @@ def causal_conv1d(
         return form != "gpu" or (x.shape[1] % 128 == 0 and weight.shape[0] > 1 and on_hopper())
 
     run = choose("causal_conv1d", implementation, _CONV, fits)
+    if 0 in (x.shape[0], read.shape[0]):
+        return jnp.zeros_like(x), conv_states
     return run(x, weight, conv_states, layer, rows, read, write, emit_position, emit_slot)

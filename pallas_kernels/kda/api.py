@@ -3,9 +3,16 @@
 Axes: T packed tokens, R rows, H heads, K / V key and value width, S slots, E emissions of a row, Q most tokens
 of a row in a verify step (drafts + 1).
 
-Slot 0 is the null slot. A row that reads slot 0 starts from a zero state (the content of slot 0
-is never looked at), and a write or emission to slot 0 is dropped. No slot written by a row is read
-by another row of the same call. A read slot stays as it is unless the row also writes it.
+Slot 0 is the null slot. A row that reads slot 0 starts from a zero state (the content of slot 0 is never looked at),
+and a write or emission to slot 0 is dropped. A read slot stays as it is unless the row also writes it.
+
+What a call may be given, since copies to and from the pool overlap:
+
+- No slot that a row writes, at its end or by an emission, is read or written by another row of the call.
+- A row may write the slot it reads, but not emit to it.
+- Of several saves of one row to one slot the one after most tokens stays, so its end outlasts its emissions.
+
+With no row or no packed token at all (R or T of 0) nothing is launched.
 """
 
 from collections.abc import Callable
@@ -15,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.dispatch import Implementations, choose, on_hopper
 from pallas_kernels.kda import reference, xla
-from pallas_kernels.kda.records import Commit, Records
+from pallas_kernels.kda.records import Commit, Records, no_records
 from pallas_kernels.rows import RaggedRows
 
 # Modules of the TPU kernels, by op.
@@ -82,6 +89,8 @@ def kda_prefill(
       Output [T, H, V] in the dtype of v (zeros on slack tokens) and the pool.
     """
     run = choose("kda_prefill", implementation, _forms("prefill"), _fits(states))
+    if 0 in (q.shape[0], read.shape[0]):
+        return jnp.zeros_like(v), states
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, read, write,
         emit_position, emit_slot, lower_bound=lower_bound, chunk=chunk,
@@ -116,6 +125,8 @@ def kda_decode(
       Output [R, H, V] in the dtype of v and the pool.
     """
     run = choose("kda_decode", implementation, _forms("decode"), _fits(states))
+    if q.shape[0] == 0:
+        return jnp.zeros_like(v), states
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, active, read, write,
         emit_slot, lower_bound=lower_bound,
@@ -155,6 +166,8 @@ def kda_verify(
       Output [T, H, V] in the dtype of v (zeros on slack tokens) and the records of each row.
     """
     run = choose("kda_verify", implementation, _forms("verify"), _fits(states))
+    if 0 in (q.shape[0], read.shape[0]):
+        return jnp.zeros_like(v), no_records(read.shape[0], most, k, v, raw_gate)
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, read, most=most, lower_bound=lower_bound
     )  # fmt: skip
@@ -182,6 +195,8 @@ def kda_commit(
       The pool.
     """
     run = choose("kda_commit", implementation, _forms("commit"), _fits(states))
+    if which.read.shape[0] == 0:
+        return states
     return run(records, a_log, dt_bias, states, layer, which, lower_bound=lower_bound)
 
 
@@ -224,6 +239,12 @@ def kda_commit_verify(
       Output [T, H, V] in the dtype of v (zeros on slack tokens), records of this step and the pool.
     """
     run = choose("kda_commit_verify", implementation, _forms("commit_verify"), _fits(states))
+    count, most = records.u.shape[:2]
+    if 0 in (q.shape[0], count):
+        committed = kda_commit(
+            records, a_log, dt_bias, states, layer, which, lower_bound=lower_bound, implementation=implementation
+        )
+        return jnp.zeros_like(v), no_records(count, most, k, v, raw_gate), committed
     return run(
         q, k, v, raw_gate, raw_beta, a_log, dt_bias, states, layer, rows, records, which, lower_bound=lower_bound
     )  # fmt: skip

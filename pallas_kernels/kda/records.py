@@ -46,7 +46,7 @@ class Commit(NamedTuple):
       write: [R] slot that receives the state after `accepted` tokens; 0 drops it.
       emit_after: [R] tokens after which the state is saved as well, 1 <= emit_after <= accepted; any other value
         saves nothing.
-      emit_slot: [R] slot of that save; 0 means none.
+      emit_slot: [R] slot of that save, not the one in `read`; 0 means none.
     """
 
     accepted: Int32[Array, "R"]
@@ -68,6 +68,16 @@ def unpack_rows(rows: RaggedRows, most: int, x: Shaped[Array, "T *axes"]) -> Sha
     return x[jnp.clip(slot, 0, x.shape[0] - 1)]
 
 
+def no_records(
+    count: int, most: int, k: Float[Array, "T H K"], v: Float[Array, "T H V"], raw_gate: Float[Array, "T H K"]
+) -> Records:
+    """Records of `count` rows without tokens."""
+    like = (k, raw_gate)
+    u = jnp.zeros((count, most, *v.shape[1:]), jnp.float32)
+    return Records(u, *(jnp.zeros((count, most, *x.shape[1:]), x.dtype) for x in like))
+
+
 def emission_slot(which: Commit) -> Int32[Array, "R"]:
-    """Slot of each row's emission, 0 where none is due."""
-    return jnp.where((which.emit_after > 0) & (which.emit_after <= which.accepted), which.emit_slot, 0)
+    """Slot of each row's emission, 0 where none is due or the row's end goes there."""
+    due = (which.emit_after > 0) & (which.emit_after <= which.accepted) & (which.emit_slot != which.write)
+    return jnp.where(due, which.emit_slot, 0)

@@ -154,6 +154,8 @@ class Serving:
         """Take a recurrent state from where a row starts to where it ends; save it on the way."""
         assert plan.write[group][i] > 0
         saved = [(int(at), int(slot)) for at, slot in zip(plan.emit_position[i], plan.emit_slot[group][i], strict=True)]
+        # What kernels may rely on, see `pallas_kernels.kda.api`.
+        assert not {slot for _, slot in saved if slot} & {int(plan.read[group][i]), int(plan.write[group][i])}
         if span.end == span.start:
             # The request has ended: the row goes on from the wrong token.
             self.states[group].update({slot: "beyond" for at, slot in saved if slot and at > span.start})

@@ -15,6 +15,7 @@ from tests.kernels.kda_oracle import random_inputs, recurrence, rows_of
 from tests.kernels.races import races_found
 
 HEADS, WIDTH, TOKENS = 1, 128, ("q", "k", "v", "raw_g", "raw_beta")
+FP32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 SMALL = StepTiles(heads=HEADS, rows=2, block=8, depth=8, ahead=4, vmem=0)
 expected = jax.jit(reference.decode, static_argnames="lower_bound")
 
@@ -143,9 +144,17 @@ def test_the_public_op_runs_it_and_refuses_other_widths():
 
 def test_tiles_that_do_not_fit_are_refused_with_their_size():
     with pytest.raises(ValueError, match=r"bytes of VMEM needed for 32 heads, 1048576 may be used"):
-        decode_tiles(128, 32, jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), 1 << 20)
+        decode_tiles(128, 32, FP32, [FP32] * 4, 1 << 20)
     with pytest.raises(ValueError, match="multiple of 16"):
-        decode_tiles(128, 37, jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), 1 << 27)
+        decode_tiles(128, 37, FP32, [FP32] * 4, 1 << 27)
+
+
+def test_tiles_count_each_input_in_its_own_dtype():
+    """A gate and v in fp32 beside bf16: two inputs and the output grow, each in two buffers."""
+    narrow, mixed = (decode_tiles(128, 32, FP32, dtypes, 1 << 27) for dtypes in ([BF16] * 4, [BF16, BF16, FP32, FP32]))
+    assert mixed.vmem - narrow.vmem == 2 * 3 * 32 * 32 * WIDTH * 2
+    tight = decode_tiles(128, 32, FP32, [BF16, BF16, FP32, FP32], mixed.vmem - 1)
+    assert tight.block < mixed.block, "fewer rows a block where all would not fit"
 
 
 def test_pools_of_other_types_are_refused():

@@ -189,7 +189,7 @@ def test_neighbours_share_tiles_under_the_strongest_bounded_gate():
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("a_log", [(-100.0, 100.0), (-70.0, 70.0)])
 def test_slots_that_are_no_tokens_are_neutral_for_any_slope(a_log, lower_bound, dtype):
-    """A slope that underflows makes the bounded gate constant, one that overflows the softplus gate forget everything."""
+    """A slope that underflows makes the bounded gate constant; one that overflows makes the softplus gate forget."""
     x = bf16_exact(random_inputs(7, 37, HEADS, WIDTH, WIDTH))
     x["A_log"][:] = a_log
     states = pool_of(np.random.default_rng(7).normal(size=(HEADS, WIDTH, WIDTH)).astype(np.float32))

@@ -25,7 +25,8 @@ class Row(NamedTuple):
     Attributes:
       resumed: starts from a state in the pool, else from zeros.
       keeps: "no" state at its end, in the slot it was "read" from, or in a "new" slot.
-      emissions: (tokens of the row before it, whether there is a slot for it).
+      emissions: (tokens of the row before it, slot): "no" slot, a "new" one, or "again" that of the emission before it,
+        or of the row's end.
     """
 
     length: int
@@ -33,7 +34,7 @@ class Row(NamedTuple):
     start: int
     resumed: bool
     keeps: str
-    emissions: tuple[tuple[int, bool], ...]
+    emissions: tuple[tuple[int, str], ...]
 
 
 @st.composite
@@ -49,7 +50,9 @@ def ragged_rows(draw) -> list[Row]:
         start = draw(st.one_of(st.just(0), st.integers(1, 300), st.sampled_from([CHUNK, 3 * CHUNK - 1])))
         edges = [p - start for p in range(0, start + length + 1, CHUNK) if p > start] + [length]
         position = st.one_of(st.integers(1, max(length, 1)), st.sampled_from(edges))
-        emissions = draw(st.lists(st.tuples(position, st.booleans()), max_size=EMISSIONS))
+        emissions = draw(
+            st.lists(st.tuples(position, st.sampled_from(["no", "new", "new", "again"])), max_size=EMISSIONS)
+        )
         rows.append(Row(length, gap, start, draw(st.booleans()), draw(st.sampled_from(["no", "read", "new"])),
                         tuple(emissions)))  # fmt: skip
     return rows
@@ -77,13 +80,14 @@ def check(rows: list[Row], lower_bound: float | None, strength: str, seed: int) 
         initial = np.zeros(states.shape[1:])
         if read[i]:
             initial = states[read[i]] = rng.normal(size=initial.shape)
+        for j, (tokens, slot) in enumerate(row.emissions):
+            before = emit[1, i, j - 1] if j else write[i] if row.keeps == "new" else 0
+            emit[:, i, j] = row.start + tokens, {"no": 0, "new": next(slots, 0), "again": before}[slot]
         if row.length:
             outputs[here], after = recurrence(part(x, here.start, here.stop), initial, lower_bound)
+            for position, slot in sorted(emit[:, i].T.tolist()):
+                wanted[slot] = after[max(position - row.start, 0)]
             wanted[write[i]] = after[-1]
-        for j, (tokens, exists) in enumerate(row.emissions):
-            emit[:, i, j] = row.start + tokens, next(slots, 0) if exists else 0
-            if row.length:
-                wanted[emit[1, i, j]] = after[tokens]
     for name in (*TENSORS, "raw_beta"):
         x[name][~covered] = np.nan
     fields = rows_of(offset, [row.length for row in rows], [row.start for row in rows])
@@ -103,7 +107,7 @@ def check(rows: list[Row], lower_bound: float | None, strength: str, seed: int) 
     rows=ragged_rows(), bounded=st.booleans(), strength=st.sampled_from(list(SHIFTS)), seed=st.integers(0, 2**32 - 1)
 )
 @example(
-    rows=[Row(200, 0, 30, True, "new", ((34, True), (35, True), (60, True), (200, True)))],
+    rows=[Row(200, 0, 30, True, "new", ((34, "new"), (35, "again"), (60, "new"), (200, "new")))],
     bounded=True, strength="strong", seed=0,
 )  # fmt: skip
 def test_any_batch_equals_the_recurrence(rows, bounded, strength, seed):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.kda import Commit, Records, kda_commit, kda_verify, reference
+from pallas_kernels.kda.records import emission_slot
 from pallas_kernels.kda.tpu.commit import commit
 from pallas_kernels.kda.tpu.speculate import VMEM_LIMIT
 from pallas_kernels.kda.tpu.step_tiles import StepTiles, speculate_tiles
@@ -21,6 +22,7 @@ from tests.kernels.races import races_found
 
 HEADS, WIDTH, MOST, ROWS, COUNT, SLOTS = 2, 128, 5, 4, 20, 24
 NAMES = ("q", "k", "v", "raw_g", "raw_beta")
+FP32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 TILES = StepTiles(heads=HEADS, rows=1, block=8, depth=4, ahead=3, vmem=0)
 TWO_ROWS = TILES._replace(rows=2, depth=8, ahead=6)
 STATIC = ("lower_bound", "interpret", "tiles")
@@ -188,6 +190,11 @@ def test_lazy_gives_what_the_reference_gives_without_a_race(state, activation, l
     assert np.isnan(np.asarray(after[:, 0], np.float32)).all()
 
 
+def test_an_emission_to_the_slot_of_the_end_is_left_out():
+    which = Commit(*i32([3, 3, 3], [1, 2, 3], [4, 5, 6], [2, 2, 0], [4, 7, 8]))
+    assert emission_slot(which).tolist() == [0, 7, 0]
+
+
 def test_commit_of_head_groups():
     kept = np.random.default_rng(2).normal(size=(3, 3, 2, 4, WIDTH)).astype(np.float32)
     records = Records(*map(jnp.asarray, kept))
@@ -233,7 +240,36 @@ def test_what_is_not_finite_stays_with_its_request():
 
 def test_tiles_that_do_not_fit_are_refused_with_their_size():
     with pytest.raises(ValueError, match=r"bytes of VMEM needed for 32 heads and 8 tokens, 1048576 may be used"):
-        speculate_tiles(128, 32, 8, jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), 1 << 20, True, True)
+        speculate_tiles(128, 32, 8, FP32, [FP32] * 4, [FP32] * 3, 1 << 20)
+
+
+def test_tiles_count_each_input_and_record_in_its_own_dtype():
+    tokens, records = [BF16] * 4, [FP32, BF16, BF16]
+    narrow = speculate_tiles(128, 32, 4, FP32, tokens, records, 1 << 27)
+    element = 2 * 8 * 4 * 32 * WIDTH * 2  # two more bytes of one operand, in two buffers
+    for dtypes, more in (
+        (([BF16, BF16, BF16, FP32], records), 1),
+        (([BF16, BF16, FP32, BF16], records), 2),  # v, and with it the output
+        ((tokens, [FP32] * 3), 2),
+    ):
+        assert speculate_tiles(128, 32, 4, FP32, *dtypes, 1 << 27).vmem - narrow.vmem == more * element
+    assert speculate_tiles(128, 32, 16, FP32, [FP32] * 4, [FP32] * 3, VMEM_LIMIT).block < narrow.block
+
+
+@pytest.mark.aot
+def test_tokens_and_records_of_mixed_dtypes_compile():
+    rows, heads, most = 8, 32, 12
+    kept, row = (rows, most, heads, WIDTH), ((rows,), jnp.int32)
+
+    def fn(*a):
+        return commit_verify(*a[:9], RaggedRows(*a[9:12]), Records(*a[12:15]), Commit(*a[15:]), lower_bound=None)
+
+    token = (rows * most, heads, WIDTH)
+    tpu.compile_for(
+        "tpu7x", fn, *[(token, x) for x in (BF16, BF16, FP32, FP32)], (token[:2], FP32), ((heads,), FP32),
+        ((heads, WIDTH), FP32), ((2, 64, heads, WIDTH, WIDTH), FP32), ((), jnp.int32), row, row, row,
+        *[(kept, FP32)] * 3, *[row] * 5, donate=(7,),
+    )  # fmt: skip
 
 
 SHAPES = [
@@ -281,7 +317,5 @@ def test_it_compiles_in_place(chip, op, rows, heads, most, state, activation):
 def test_default_tiles_fit_for_every_number_of_heads():
     for heads in (1, 4, 8, 12, 32, 96):
         for rows in (1, 256):
-            tiles = speculate_tiles(
-                rows, heads, 8, jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), VMEM_LIMIT, True, True
-            )
+            tiles = speculate_tiles(rows, heads, 8, FP32, [FP32] * 4, [FP32] * 3, VMEM_LIMIT)
             assert heads % tiles.heads == 0

@@ -28,7 +28,7 @@ def commit(
       ValueError: K or V is not 128, or the tiles do not fit into VMEM.
     """
     count, most, heads = records.u.shape[:3]
-    tiles = tiles or speculate_tiles(count, heads, most, states.dtype, records.k.dtype, VMEM_LIMIT, False, True)
+    tiles = tiles or speculate_tiles(count, heads, most, states.dtype, (), [x.dtype for x in records], VMEM_LIMIT)
     visits = commit_visits(which, most, jnp.zeros(count, bool), tiles.block)
     return speculate(
         None, records, a_log, dt_bias, states, layer, visits, tiles, most=most, lower_bound=lower_bound,

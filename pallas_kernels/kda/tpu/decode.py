@@ -157,7 +157,7 @@ def decode(
     """
     rows, heads, _ = q.shape
     check_states(states)
-    tiles = tiles or decode_tiles(rows, heads, states.dtype, q.dtype, _VMEM)
+    tiles = tiles or decode_tiles(rows, heads, states.dtype, [x.dtype for x in (q, k, v, raw_gate)], _VMEM)
     groups, blocks = heads // tiles.heads, pl.cdiv(rows, tiles.block)
     order = order_of(active, tiles.block)
     scalars = (jnp.asarray(layer, jnp.int32).reshape(1), *order, *(order.pick(a) for a in (read, write, emit_slot)))

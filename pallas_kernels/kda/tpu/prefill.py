@@ -18,11 +18,12 @@ from pallas_kernels.kda.tpu.chunk import CHUNK, WIDTH
 from pallas_kernels.kda.tpu.kernel import INPUTS, STAGED, kernel
 from pallas_kernels.kda.tpu.plan import betas, chunk_plan
 from pallas_kernels.kda.tpu.shift import ALIGN
-from pallas_kernels.kda.tpu.tiles import BUFFERS, VMEM_BYTES, WINDOW, heads_per_program
+from pallas_kernels.kda.tpu.tiles import BUFFERS, WINDOW, heads_per_program
 from pallas_kernels.rows import RaggedRows, tokens
+from pallas_kernels.vmem import SMALLEST_VMEM
 
 # Above the budget of `tiles`, for what the compiler adds, and within the smallest VMEM.
-_VMEM_LIMIT = min(VMEM_BYTES.values()) - (4 << 20)
+_VMEM_LIMIT = SMALLEST_VMEM - (4 << 20)
 
 
 def _call(plan, tensors, beta, gate, states, *, heads, arithmetic, scale, out_dtype, interpret, name):

@@ -33,13 +33,10 @@ from pallas_kernels.kda.tpu.correction import Corrections
 from pallas_kernels.kda.tpu.decode import check_states
 from pallas_kernels.kda.tpu.products import split, times_state
 from pallas_kernels.kda.tpu.slots_dma import Order, StateStream, order_of
-from pallas_kernels.kda.tpu.step_tiles import WIDTH, StepTiles
+from pallas_kernels.kda.tpu.step_tiles import LAG, WIDTH, StepTiles
 from pallas_kernels.kda.tpu.token_inputs import Token, column, decay, norm_scale, token
 
 VMEM_LIMIT = 48 << 20
-
-# Heads by which the products trail the commits, so that neither waits for the other.
-_LAG = 4
 
 
 class Visits(NamedTuple):
@@ -180,8 +177,8 @@ def _kernel(
             mixed = together > 1 and heads % 8 != 0
             corrections = Corrections(w, u, 2 if x.old_k.dtype == jnp.bfloat16 else 3, mixed)
             decays = decay_column(behind, coming.dtype)
-        for h in range(heads + (_LAG if commits and verifies else 0)):
-            if verifies and h == (_LAG // 2 if commits else 0):
+        for h in range(heads + (LAG if commits and verifies else 0)):
+            if verifies and h == (LAG // 2 if commits else 0):
                 prepare_tokens()
             for j in range(together):
                 if commits and h < heads:
@@ -190,11 +187,11 @@ def _kernel(
                     state = state.astype(going.dtype)
                     going[after[j], h] = state
                     if verifies:
-                        fresh[h % (_LAG + 1) * together + j] = state
-                if verifies and h >= (_LAG if commits else 0):
-                    g = h - (_LAG if commits else 0)
+                        fresh[h % (LAG + 1) * together + j] = state
+                if verifies and h >= (LAG if commits else 0):
+                    g = h - (LAG if commits else 0)
                     pair = j * heads + g
-                    state = fresh[g % (_LAG + 1) * together + j] if commits else coming[place[j], g]
+                    state = fresh[g % (LAG + 1) * together + j] if commits else coming[place[j], g]
                     left_rows = rows[pl.ds(pair, parts * padded, stride=pairs)].astype(jnp.bfloat16)
                     results[pl.ds(pair, padded, stride=pairs)] = times_state(left_rows, state, padded, parts)
 
@@ -300,7 +297,7 @@ def speculate(
         scratch += [pltpu.VMEM((n * padded * pairs, WIDTH), jnp.float32)
                     for n in (2 if states.dtype == jnp.bfloat16 else 3, 1)]  # fmt: skip
     if commits and verifies:
-        scratch.append(pltpu.VMEM(((_LAG + 1) * tiles.rows, WIDTH, WIDTH), states.dtype))
+        scratch.append(pltpu.VMEM(((LAG + 1) * tiles.rows, WIDTH, WIDTH), states.dtype))
     call = pl.pallas_call(
         functools.partial(
             _kernel, tiles=tiles, groups=groups, blocks=blocks, most=most, commits=commits, verifies=verifies,

@@ -1,8 +1,12 @@
 """Tiles of the kernels that visit one state for each row: decode, verify and commit."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+
+from pallas_kernels.kda.tpu.columns import column_shapes
+from pallas_kernels.vmem import array_bytes
 
 WIDTH = 128  # K and V: a state is 128 sublanes by 128 lanes
 
@@ -15,6 +19,8 @@ _MOST_ROWS = 8  # each row brings its own predicates, which do not get cheaper b
 # Bytes that have to be in flight in one direction: bandwidth times latency of any chip, and as much again.
 _IN_FLIGHT = 4 << 20
 _ROWS = 32
+# Heads by which the products of a lazy step trail its commits, so that neither waits for the other.
+LAG = 4
 
 
 class StepTiles(NamedTuple):
@@ -53,8 +59,17 @@ def split_heads(heads: int) -> int:
     )
 
 
-def decode_tiles(rows: int, heads: int, state: jnp.dtype, activation: jnp.dtype, limit: int) -> StepTiles:
+def _gate_bytes(heads: int) -> int:
+    """Slope and bias of the gate, double-buffered."""
+    return 4 * array_bytes((heads, WIDTH), jnp.float32)
+
+
+def decode_tiles(rows: int, heads: int, state: jnp.dtype, inputs: Sequence[jnp.dtype], limit: int) -> StepTiles:
     """Tiles of `decode`.
+
+    Args:
+      inputs: dtypes of q, k, v and the raw gate; outputs have that of v.
+      limit: bytes of VMEM that may be used.
 
     Raises:
       ValueError: they do not fit into `limit` bytes of VMEM.
@@ -66,10 +81,18 @@ def decode_tiles(rows: int, heads: int, state: jnp.dtype, activation: jnp.dtype,
     while depth * unit < 2 * _IN_FLIGHT or depth < 4 * together:
         depth *= 2
     block = min(_ROWS, -(-rows // 8) * 8)
-    sublanes = -(-group // 8) * 8
-    inputs = 5 * 2 * block * sublanes * WIDTH * max(jnp.dtype(activation).itemsize, 2)
-    scratch = 3 * together * sublanes * WIDTH * 4 + 2 * block * max(heads, WIDTH) * 4
-    vmem = 2 * depth * unit + inputs + scratch
+    pairs = together * group
+    columns = column_shapes(pairs, WIDTH, inputs[1], state)
+    scratch = sum(array_bytes(*each) for each in (((pairs, WIDTH), jnp.float32), *columns))
+
+    def needed(block: int) -> int:
+        per_row = sum(array_bytes((block, group, WIDTH), x) for x in (*inputs, inputs[2]))
+        beta = array_bytes((block, heads), jnp.float32)
+        return 2 * depth * unit + 2 * (per_row + beta) + _gate_bytes(group) + scratch
+
+    while block > 8 and needed(block) > limit:
+        block = -(-block // 16) * 8
+    vmem = needed(block)
     if vmem > limit:
         raise ValueError(f"kda_decode: {vmem} bytes of VMEM needed for {heads} heads, {limit} may be used")
     return StepTiles(group, together, block, depth, depth - 2 * together, vmem)
@@ -80,12 +103,16 @@ def speculate_tiles(
     heads: int,
     most: int,
     state: jnp.dtype,
-    activation: jnp.dtype,
+    tokens: Sequence[jnp.dtype],
+    records: Sequence[jnp.dtype],
     limit: int,
-    verifies: bool,
-    commits: bool,
 ) -> StepTiles:
     """Tiles of the kernel behind verify and commit, `most` tokens a row.
+
+    Args:
+      tokens: dtypes of q, k, v and the raw gate, none for commit alone; outputs have that of v.
+      records: dtypes of u, k and the raw gate on record, none for verify alone.
+      limit: bytes of VMEM that may be used.
 
     Raises:
       ValueError: they do not fit into `limit` bytes of VMEM.
@@ -96,14 +123,20 @@ def speculate_tiles(
     depth = 4
     while depth * unit < 2 * _IN_FLIGHT or depth < 4 * together:
         depth *= 2
-    block = min(8, -(-rows // 8) * 8)
-    sublanes = -(-group // 8) * 8
-    token = most * sublanes * WIDTH
-    activations = max(jnp.dtype(activation).itemsize, 2) * (5 * verifies + 2 * commits) * token
-    blocks = 2 * block * (activations + 4 * token * (verifies + commits))
-    padded = -(-2 * most // 8) * 8
-    scratch = 4 * padded * group * together * WIDTH * 4 * verifies
-    vmem = (1 + commits) * depth * unit + blocks + scratch
+    verifies, commits = bool(tokens), bool(records)
+    outputs = (tokens[2], jnp.float32) if verifies else ()
+    per_row = sum(array_bytes((most, group, WIDTH), x) for x in (*tokens, *outputs, *records))
+    fixed = (1 + commits) * depth * unit + _gate_bytes(group)
+    if verifies:
+        per_row += array_bytes((most, heads), jnp.float32)  # beta
+        kept = 3 if state == jnp.bfloat16 else 4  # parts of decayed rows, and products
+        fixed += array_bytes((kept * (-(-2 * most // 8) * 8) * group * together, WIDTH), jnp.float32)
+    if verifies and commits:
+        fixed += array_bytes(((LAG + 1) * together, WIDTH, WIDTH), state)
+    block = 8
+    while block > 1 and fixed + 2 * block * per_row > limit:
+        block //= 2
+    vmem = fixed + 2 * block * per_row
     if vmem > limit:
         raise ValueError(
             f"kda verify/commit: {vmem} bytes of VMEM needed for {heads} heads and {most} tokens, {limit} may be used"

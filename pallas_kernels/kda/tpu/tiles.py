@@ -4,15 +4,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.kda.tpu.chunk import CHUNK, WIDTH
+from pallas_kernels.vmem import SMALLEST_VMEM
 
 MAX_HEADS = 16  # beyond that compile time grows faster than speed
 WINDOW = CHUNK + 16  # packed rows that hold a chunk at any offset
 BUFFERS = 3  # a chunk in flight, one being prepared, one being carried through the state
 
-# Bytes of VMEM of a core. One budget for all, so that a program is cut alike everywhere; the rest is for register
-# spills and buffers of the compiler.
-VMEM_BYTES = {"v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "tpu7x": 64 << 20}
-VMEM_BUDGET = 3 * min(VMEM_BYTES.values()) // 4
+# One budget for all chips, so that a program is cut alike everywhere; the rest is for register spills and buffers of
+# the compiler.
+VMEM_BUDGET = 3 * SMALLEST_VMEM // 4
 
 
 def vmem_bytes(heads: int, input_dtype: DTypeLike, out_dtype: DTypeLike, pool_dtype: DTypeLike, exact: bool) -> int:

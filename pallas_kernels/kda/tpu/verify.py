@@ -33,7 +33,8 @@ def verify(
     Raises:
       ValueError: K or V is not 128, or the tiles do not fit into VMEM.
     """
-    tiles = tiles or speculate_tiles(read.shape[0], q.shape[1], most, states.dtype, q.dtype, VMEM_LIMIT, True, False)
+    dtypes = [x.dtype for x in (q, k, v, raw_gate)]
+    tiles = tiles or speculate_tiles(read.shape[0], q.shape[1], most, states.dtype, dtypes, (), VMEM_LIMIT)
     dense = tuple(unpack_rows(rows, most, x) for x in (q, k, v, raw_gate, raw_beta))
     visits = verify_visits(rows.length > 0, read, tiles.block)
     out, u, _ = speculate(
@@ -67,7 +68,8 @@ def commit_verify(
       ValueError: K or V is not 128, or the tiles do not fit into VMEM.
     """
     count, most = records.u.shape[:2]
-    tiles = tiles or speculate_tiles(count, q.shape[1], most, states.dtype, q.dtype, VMEM_LIMIT, True, True)
+    dtypes, kept = [x.dtype for x in (q, k, v, raw_gate)], [x.dtype for x in records]
+    tiles = tiles or speculate_tiles(count, q.shape[1], most, states.dtype, dtypes, kept, VMEM_LIMIT)
     dense = tuple(unpack_rows(rows, most, x) for x in (q, k, v, raw_gate, raw_beta))
     visits = commit_visits(which, most, rows.length > 0, tiles.block)
     out, u, states = speculate(
