@@ -50,7 +50,7 @@ def causal_conv1d(
         if form == "tpu":
             from pallas_kernels.conv1d import tpu
 
-            return not tpu.refusal(x, weight)
+            return not tpu.refusal(x, weight, conv_states)
         return form != "gpu" or (x.shape[1] % 128 == 0 and weight.shape[0] > 1 and on_hopper())
 
     run = choose("causal_conv1d", implementation, _CONV, fits)

@@ -31,28 +31,47 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.conv1d.groups import CLOSING, DECODE, EMPTY, INNER, MIXED, PAST, RING, groups, packed, unpacked
 from pallas_kernels.rows import RaggedRows
+from pallas_kernels.vmem import SMALLEST_VMEM, array_bytes
 
 LANES = 128
 TAPS = 4
-GROUP = 32  # tokens of a group
-TOGETHER = 2  # groups of a grid step
-FEW = 256  # up to so many tokens a step is one group: the first input comes sooner, the last output goes sooner
+# Tokens of a group, and groups of a grid step: the first that fit into VMEM. With few tokens a step is one group: the
+# first input comes sooner, the last output goes sooner.
+TILES = (32, 2), (32, 1), (16, 1)
+FEW = 256
+ROWS = 16  # rows of a bf16 tile: copies move whole ones
 TAIL = 8  # rows of the window that are older than the group
 SPARE = 9  # rows behind the group, only ever read into rows that are thrown away
 JOINED = 17  # history and first tokens of a row side by side
 AHEAD = 4  # histories of ragged rows under way at once
 _ACROSS = 16  # columns of one register of bf16 history
-UNROLL = 32  # columns of 128 channels done at once
+UNROLL = 48  # columns of 128 channels done at once
 ABREAST = 4  # rows of one token done at once, a power of two
+VMEM_LIMIT = SMALLEST_VMEM - (4 << 20)
 
 
-def refusal(x: Float[Array, "T C"], weight: Float[Array, "W C"]) -> str | None:
+def refusal(
+    x: Float[Array, "T C"], weight: Float[Array, "W C"], conv_states: Float[Array, "layers S W1 C"]
+) -> str | None:
     """Why the kernel cannot run on these shapes; None if it can."""
     if weight.shape[0] != TAPS:
         return f"the TPU kernel has {TAPS} taps, not {weight.shape[0]}"
     if x.shape[1] % LANES:
         return f"the TPU kernel needs channels in multiples of {LANES}, not {x.shape[1]}"
+    needed = _vmem_bytes(*_tiles(*x.shape, x.dtype, conv_states.dtype), x.shape[1], x.dtype, conv_states.dtype)
+    if needed > VMEM_LIMIT:
+        return (
+            f"{needed} bytes of VMEM needed for {x.shape[1]} channels of {x.dtype} with histories of "
+            f"{conv_states.dtype}, {VMEM_LIMIT} may be used; give fewer channels a call, or narrower dtypes"
+        )
     return None
+
+
+def _tiles(tokens: int, channels: int, x_dtype: Any, pool_dtype: Any) -> tuple[int, int]:
+    """Tokens of a group and groups of a grid step: the first choice that fits into VMEM, else the last."""
+    choices = TILES if tokens > FEW else TILES[1:]
+    fitting = (tiles for tiles in choices if _vmem_bytes(*tiles, channels, x_dtype, pool_dtype) <= VMEM_LIMIT)
+    return next(fitting, choices[-1])
 
 
 def causal_conv1d(
@@ -74,15 +93,16 @@ def causal_conv1d(
     the same call. A row may write the slot it reads.
 
     Raises:
-      ValueError: another number of taps or channels.
+      ValueError: another number of taps or channels, or more channels than fit into VMEM.
     """
-    if why := refusal(x, weight):
+    if why := refusal(x, weight, conv_states):
         raise ValueError(f"causal_conv1d: {why}")
     tokens, channels = x.shape
     columns = channels // LANES
-    size, together = GROUP, TOGETHER if tokens > FEW else 1
+    size, together = _tiles(tokens, channels, x.dtype, conv_states.dtype)
     tile = size * together
     steps = -(-tokens // tile)
+    x = jnp.pad(x, ((0, -tokens % ROWS), (0, 0)))
     plan = groups(steps * together, size, rows, read, write, emit_position, emit_slot)
     # SiLU(a) = h tanh h + h with h = a / 2, and halving is exact.
     half = 0.5 * weight.astype(jnp.float32).reshape(TAPS, columns, LANES)
@@ -93,6 +113,7 @@ def causal_conv1d(
     block = pl.BlockSpec((tile, channels), lambda i, *_: (i, 0))
     history = (PAST, columns, LANES)
     scratch = (
+        pltpu.VMEM((2, tile, channels), x.dtype),  # tiles
         pltpu.VMEM((columns * _window_rows(size), LANES), jnp.float32),  # window
         pltpu.VMEM(
             (columns * _window_rows(size), LANES), jnp.float32
@@ -104,6 +125,7 @@ def causal_conv1d(
         pltpu.VMEM((2, *history), pool.dtype),  # kept
         pltpu.SMEM((RING,), jnp.int32),  # copies out of each part of the ring that were not waited for
         pltpu.SMEM((1,), jnp.int32),  # copies out of `kept` so far
+        pltpu.SemaphoreType.DMA((2,)),
         pltpu.SemaphoreType.DMA((RING,)),
         pltpu.SemaphoreType.DMA((RING,)),
         pltpu.SemaphoreType.DMA((AHEAD,)),
@@ -115,7 +137,7 @@ def causal_conv1d(
             num_scalar_prefetch=len(scalars),
             grid=(steps,),
             in_specs=[
-                block,
+                pl.BlockSpec(memory_space=pltpu.HBM),
                 pl.BlockSpec(memory_space=pltpu.VMEM),
                 pl.BlockSpec(memory_space=pltpu.VMEM),
                 pl.BlockSpec(memory_space=pltpu.HBM),
@@ -123,11 +145,11 @@ def causal_conv1d(
             out_specs=[block, pl.BlockSpec(memory_space=pltpu.HBM)],
             scratch_shapes=scratch,
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
+        out_shape=[jax.ShapeDtypeStruct((tokens, channels), x.dtype), jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         input_output_aliases={len(scalars) + 3: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=_vmem_bytes(tile, size, channels, x.dtype, pool.dtype),
+            vmem_limit_bytes=_vmem_bytes(size, together, channels, x.dtype, pool.dtype),
             # A third of the scalar work of a decode step, and scalar work is what bounds it.
             disable_bounds_checks=True,
         ),
@@ -142,13 +164,14 @@ def _window_rows(size: int) -> int:
     return TAIL + size + SPARE
 
 
-def _vmem_bytes(tile: int, size: int, channels: int, x_dtype: Any, pool_dtype: Any) -> int:
+def _vmem_bytes(size: int, together: int, channels: int, x_dtype: Any, pool_dtype: Any) -> int:
     """Blocks (double-buffered, in and out), scratch, and room for the compiler."""
-    blocks = 4 * tile * channels * jnp.dtype(x_dtype).itemsize
-    fp32 = 4 * channels * (2 * _window_rows(size) + JOINED + 8 + TAPS)
-    histories = (RING * size * TAPS + (AHEAD + 2) * PAST) * channels * jnp.dtype(pool_dtype).itemsize
-    # Columns of 128 channels are padded to whole tiles of rows.
-    return int(1.25 * (blocks + fp32 + 2 * histories)) + (4 << 20)
+    columns = channels // LANES
+    blocks = 4 * array_bytes((size * together, channels), x_dtype)
+    fp32 = array_bytes((columns * (2 * _window_rows(size) + JOINED + 8) + size, LANES), jnp.float32)
+    fp32 += array_bytes((TAPS, columns, LANES), jnp.float32)
+    histories = array_bytes((RING * size * TAPS + (AHEAD + 2) * PAST, columns, LANES), pool_dtype)
+    return int(1.1 * (blocks + fp32 + histories)) + (4 << 20)
 
 
 def _silu_of_twice(h: Array) -> Array:
@@ -195,7 +218,8 @@ def _body(
     # blocks, taps by column and by tap, pool (the output is the input)
     x, taps, taps_across, _pool, y, pool,
     # scratch
-    window, outputs, joined, exists, ring, past, kept, ring_sent, kept_sent, arrived, sent, past_arrived, kept_gone,
+    tiles, window, outputs, joined, exists, ring, past, kept, ring_sent, kept_sent, tile_arrived, arrived, sent,
+    past_arrived, kept_gone,
 ) -> None:  # fmt: skip
     """One tile of tokens; its groups in order."""
     kind, first, count, begins, part_of, fetched, following, offset, length, turn, read = unpacked(per_group, per_row)
@@ -203,8 +227,22 @@ def _body(
     height = _window_rows(size)
     columns = window.shape[0] // height
     saves_a_row = 2 * end.shape[0] // visited.shape[0]
-    tile = x.shape[0]
+    tile = y.shape[0]
     step, steps = pl.program_id(0), pl.num_programs(0)
+    inputs = tiles.at[step & 1]
+
+    def for_tile(number: Any, do: Callable[[Any], None]) -> None:
+        """`do` the copy of a tile of inputs; the last one may be shorter."""
+
+        def copy_of(rows: int) -> None:
+            source = x.at[pl.ds(pl.multiple_of(number * tile, tile), rows)]
+            part = number & 1
+            do(pltpu.make_async_copy(source, tiles.at[part, pl.ds(0, rows)], tile_arrived.at[part]))
+
+        short = x.shape[0] % tile
+        pl.when(number < x.shape[0] // tile)(lambda: copy_of(tile))
+        if short:
+            pl.when(number == x.shape[0] // tile)(lambda: copy_of(short))
 
     def tap(j: int, column: _Column) -> Array:
         return taps[column.rows(8, j, 1), :]
@@ -212,7 +250,7 @@ def _body(
     def advance(column: _Column, at: Any) -> Array:
         """Move the window of one column on by a group; returns the group's inputs."""
         window[column.rows(height, 0, TAIL), :] = window[column.rows(height, size, TAIL), :]
-        new = x[pl.ds(at, size), column.lanes()].astype(jnp.float32)
+        new = inputs[pl.ds(at, size), column.lanes()].astype(jnp.float32)
         window[column.rows(height, TAIL, size), :] = new
         return new
 
@@ -307,7 +345,7 @@ def _body(
 
     def decode(group: Any, at: Any) -> None:
         part = part_of[group]
-        pl.when(begins[group] != 0)(lambda: fetch_histories(group))
+        pl.when((begins[group] != 0) & (group > 0))(lambda: fetch_histories(group))
 
         @pl.when(following[group] >= 0)
         def _() -> None:
@@ -316,7 +354,7 @@ def _body(
 
         def work(column: _Column) -> None:
             # Nobody behind these rows needs them: the older part of the window stays as it is.
-            window[column.rows(height, TAIL, size), :] = x[pl.ds(at, size), column.lanes()].astype(jnp.float32)
+            window[column.rows(height, TAIL, size), :] = inputs[pl.ds(at, size), column.lanes()].astype(jnp.float32)
 
         _each_column(columns, work)
 
@@ -423,6 +461,12 @@ def _body(
             ring_sent[part] = 0
         for visit in range(AHEAD):
             begin_past(visit)
+        for_tile(0, lambda copy: copy.start())
+        # Histories of the first group come beside its inputs, not behind them.
+        pl.when(begins[0] != 0)(lambda: fetch_histories(0))
+
+    pl.when(step + 1 < steps)(lambda: for_tile(step + 1, lambda copy: copy.start()))
+    for_tile(step, lambda copy: copy.wait())
 
     @pl.loop(0, tile // size)
     def _(i: Any) -> None:

@@ -5,6 +5,7 @@ channels two at a time with one left over.
 """
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -204,12 +205,13 @@ def test_decode_after_a_prefill_continues_it_to_the_bit(kernel, cut, lead, seed)
 
 
 def test_no_races_and_no_uninitialised_memory_in_bf16(monkeypatch):
-    """One group a grid step here, groups of every kind among them."""
-    step = Step(tokens=96, rows=24, channels=128)
+    """One group a grid step here, groups of every kind among them; the last tile is a short one."""
+    step = Step(tokens=100, rows=24, channels=128)
     for row in range(20):
         step.add(1, fresh=row % 3 == 0, emit=(1,) if row % 4 == 0 else ())
-    for length in (40, 2, 1, 3):
-        step.add(length, fresh=length % 2 == 0, emit=(1, 30))
+    for length, gap in ((40, 0), (2, 0), (1, 0), (3, 34)):
+        step.add(length, gap, fresh=length % 2 == 0, emit=(1, 30))
+    assert step.end == 100
     monkeypatch.setattr(tpu, "ABREAST", 2)
     arguments = step.arguments(jnp.bfloat16)
     run = functools.partial(tpu.causal_conv1d, interpret=CHECKED)
@@ -229,6 +231,21 @@ def test_shapes_it_has_no_code_for_are_refused_by_name_and_left_to_the_reference
     assert "pallas_call" in str(jax.make_jaxpr(causal_conv1d)(*Step(tokens=8, rows=2, channels=128).arguments()))
 
 
+def test_more_channels_than_vector_memory_holds_are_refused_with_their_bytes():
+    def shape(dtype, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def why(channels, dtype):
+        shapes = shape(dtype, 512, channels), shape(jnp.float32, 4, channels), shape(dtype, 2, 9, 3, channels)
+        found = []
+        jax.eval_shape(lambda *given: found.append(tpu.refusal(*given)), *shapes)
+        return found[0]
+
+    assert why(24576, jnp.float32) is None and why(49152, jnp.bfloat16) is None
+    assert re.match(r"\d+ bytes of VMEM needed for 49152 channels of float32 with histories of float32, 62914560 may",
+                    why(49152, jnp.float32))  # fmt: skip
+
+
 @pytest.mark.aot
 @pytest.mark.skipif(not compiler_installed(), reason="libtpu is not installed (extra aot)")
 def test_it_compiles_for_every_chip_and_copies_no_pool():
@@ -244,7 +261,7 @@ def run(x, weight, pool, *rest):
     return y, flat.reshape(pool.shape)
 for chip, channels, tokens, dtype in (
     ("v5e", 3072, 2048, "bfloat16"), ("v5p", 12288, 512, "bfloat16"), ("v6e", 1024, 128, "float32"),
-    ("tpu7x", 12288, 2048, "float32"),
+    ("tpu7x", 12288, 2048, "float32"), ("tpu7x", 24576, 528, "float32"),
 ):
     rows = [shape((8,), jnp.int32) for _ in range(3)]
     slots = [shape((8,), jnp.int32)] * 2 + [shape((8, 2), jnp.int32)] * 2
@@ -256,4 +273,4 @@ for chip, channels, tokens, dtype in (
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["v5e", "True", "v5p", "True", "v6e", "True", "tpu7x", "True"]
+    assert done.stdout.split() == ["v5e", "True", "v5p", "True", "v6e", "True", "tpu7x", "True", "tpu7x", "True"]

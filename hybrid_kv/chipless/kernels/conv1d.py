@@ -62,8 +62,8 @@ def _mixed() -> Problem:
 
 
 CASES = (
-    Case("decode-128", _decode, cycles={"v6e": 30_500, "tpu7x": 19_300}, bundles={"v6e": 3_250, "tpu7x": 3_250}),
-    Case("prefill-4x512", _prefill, cycles={"v6e": 124_000, "tpu7x": 106_000}, bundles={"v6e": 3_350, "tpu7x": 3_350}),
-    Case("prefill-ragged", _ragged, cycles={"v6e": 127_000}, bundles={"v6e": 3_750}),
-    Case("mixed", _mixed, cycles={"v6e": 150_000}, bundles={"v6e": 3_350}),
+    Case("decode-128", _decode, cycles={"v6e": 30_500, "tpu7x": 17_650}, bundles={"v6e": 4_000, "tpu7x": 4_000}),
+    Case("prefill-4x512", _prefill, cycles={"v6e": 122_000, "tpu7x": 100_500}, bundles={"v6e": 4_150, "tpu7x": 4_150}),
+    Case("prefill-ragged", _ragged, cycles={"tpu7x": 101_100}, bundles={"tpu7x": 4_500}),
+    Case("mixed", _mixed, cycles={"v6e": 148_000}, bundles={"v6e": 4_150}),
 )
