@@ -11,7 +11,7 @@ from pallas_kernels.saves import saves
 
 
 class ChunkPlan(NamedTuple):
-    """M chunks on a grid anchored at absolute positions, n saves in the order of their chunks.
+    """M chunks on a grid anchored at absolute positions, n saves in the order of their chunks, in each its end first.
 
     The chunk behind the last one in use is a full dummy, so that a kernel may run a step over.
 
@@ -62,10 +62,12 @@ def chunk_plan(
     home = grid.base[wanted.row] + last // chunk - rows.start[wanted.row] // chunk
     # Absent rows save nothing; what is not wanted goes behind the last chunk.
     home = jnp.where((wanted.slot != 0) & (rows.length[wanted.row] > 0), home, most)
-    order = jnp.argsort(home)
+    covered = last % chunk + 1
+    before_end = covered < grid.high[jnp.minimum(home, most - 1)]
+    # The state at a chunk's end lies ready: it leaves while those inside the chunk are computed.
+    order = jnp.argsort(2 * home + before_end)
     edges = jnp.arange(most + 1, dtype=jnp.int32)
     bounds = jnp.sum(home[None, :] < edges[:, None], axis=1, dtype=jnp.int32)
-    covered = last % chunk + 1
     here = home[None, :] == index[:, None]
     inner = jnp.any(here & (covered[None, :] < grid.high[:, None]), axis=1)
     return ChunkPlan(
