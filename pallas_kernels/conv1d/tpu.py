@@ -58,10 +58,12 @@ def refusal(
         return f"the TPU kernel has {TAPS} taps, not {weight.shape[0]}"
     if x.shape[1] % LANES:
         return f"the TPU kernel needs channels in multiples of {LANES}, not {x.shape[1]}"
-    needed = _vmem_bytes(*_tiles(*x.shape, x.dtype, conv_states.dtype), x.shape[1], x.dtype, conv_states.dtype)
+    tokens, channels = x.shape
+    dtypes = x.dtype, conv_states.dtype
+    needed = _vmem_bytes(*_tiles(tokens, channels, *dtypes), channels, *dtypes)
     if needed > VMEM_LIMIT:
         return (
-            f"{needed} bytes of VMEM needed for {x.shape[1]} channels of {x.dtype} with histories of "
+            f"{needed} bytes of VMEM needed for {channels} channels of {x.dtype} with histories of "
             f"{conv_states.dtype}, {VMEM_LIMIT} may be used; give fewer channels a call, or narrower dtypes"
         )
     return None
