@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 GRANULE = 32
 
 
+def far(direction: str) -> bool:
+    """Whether copies of a direction use high-bandwidth memory; where a descriptor does not say ("general"), they do."""
+    return direction == "general" or "hbm" in direction.split("_to_")
+
+
 @dataclass
 class Traffic:
     """Copies of one direction."""
@@ -46,22 +51,22 @@ class Copies:
 
     @property
     def hbm_bytes(self) -> int:
-        return sum(t.bytes for direction, t in self.traffic.items() if "hbm" in direction)
+        return sum(t.bytes for direction, t in self.traffic.items() if far(direction))
 
     def start(self, direction: str, size: int, semaphore: Hashable | None, now: float) -> None:
         """A copy of `size` granules issued `now`; its arrival is added to the semaphore."""
         traffic = self.traffic[direction]
         traffic.count += 1
         traffic.bytes += size * GRANULE
-        far = "hbm" in direction.split("_to_")
-        pipe = "hbm" if far else "local"
-        duration = size * GRANULE / (self.bytes_per_cycle * (1 if far else 4))
+        remote = far(direction)
+        pipe = "hbm" if remote else "local"
+        duration = size * GRANULE / (self.bytes_per_cycle * (1 if remote else 4))
         begin = max(now, self._free_at[pipe])
-        if far:
+        if remote:
             self.busy += duration
         self._free_at[pipe] = begin + duration
         if semaphore is not None:
-            landed = begin + duration + self.latency / (1 if far else 4)
+            landed = begin + duration + self.latency / (1 if remote else 4)
             self._arrivals.setdefault(semaphore, []).append(_Arrival(landed, size))
 
     def ready_at(self, semaphore: Hashable, needed: int) -> tuple[float, bool]:
