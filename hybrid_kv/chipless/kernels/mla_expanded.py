@@ -1,0 +1,68 @@
+"""Expanded MLA attention of a prefill: the kernel over context rows that are expanded already, in bf16."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from hybrid_kv.chipless.cases import Case, Problem
+from pallas_kernels.mla.expanded import tpu
+from pallas_kernels.mla.expanded.forms import Context
+from pallas_kernels.mla.expanded.plan import plan_of
+from pallas_kernels.mla.expanded.workspace import UNSEEN, queue_of, units_of, workspace_of
+from pallas_kernels.mla.pages import Pages
+from pallas_kernels.mla.visible import visible
+from pallas_kernels.rows import RaggedRows
+
+LATENT, NOPE, ROPE, PAGE = 512, 128, 64, 256
+
+
+def _attention(
+    length: tuple[int, ...], context: tuple[int, ...], heads: int = 64, window: int | None = None
+) -> Problem:
+    """Rows packed one after the other over a context that fits into one piece."""
+    count = sum(length)
+    tiling = tpu.tiling(count, heads)
+    longest = max(n + c for n, c in zip(length, context, strict=True))
+    needed = sum(-(-(n + c) // PAGE) * PAGE for n, c in zip(length, context, strict=True))
+    space = workspace_of(needed, Pages(PAGE, LATENT, ROPE, planes=True), 1, 1, 1, tiling.block)
+    ends = np.cumsum(length)
+    rows = RaggedRows(*(np.asarray(a, np.int32) for a in (ends - np.asarray(length), length, context)))
+    sees = visible(True, window, None)
+
+    def run(state, query, nope, rope, value, rows):
+        queue = queue_of(rows, -(-longest // PAGE), space, window)
+        units = units_of(queue, 0, space.units)
+        place = units.number[:, None] * space.unit + jnp.arange(space.unit, dtype=jnp.int32)
+        at = jnp.where(place < (rows.start + rows.length)[units.row][:, None], place, UNSEEN)
+        plan = plan_of(
+            rows, units, queue.base < 0, queue.base < 0, at.reshape(-1, tiling.block), tiling, space.span,
+            window, False,
+        )  # fmt: skip
+        state, query, nope, rope, value = jax.tree.map(
+            lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), (state, query, nope, rope, value)
+        )
+        return tpu.attend(state, query, Context(nope, rope, value, at.reshape(-1)), plan, tiling, sees)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    query = tpu.Queries(shape((count, heads * NOPE)), shape((count, heads * ROPE)))
+    arguments = (
+        jax.eval_shape(functools.partial(tpu.empty, value=NOPE), query), query, shape((heads, space.rows, NOPE)),
+        shape((space.rows, ROPE)), shape((heads, NOPE, space.rows)), rows,
+    )  # fmt: skip
+    pairs = sum(n * c + n * (n + 1) // 2 for n, c in zip(length, context, strict=True))
+    moved = 2 * heads * (space.rows * 2 * NOPE + count * (2 * NOPE + ROPE))
+    return Problem(
+        run, arguments, hbm_bytes=moved, macs=pairs * heads * (2 * NOPE + ROPE), donate=(0,), per=(count, "token")
+    )
+
+
+_part = functools.partial
+CASES = (
+    Case("2048", _part(_attention, (2048,), (0,)), {}, {}),
+    Case("4x512-on-3584", _part(_attention, (512,) * 4, (3584,) * 4), {}, {}),
+    Case("ragged", _part(_attention, (1, 63, 300, 700, 984), (500, 1000, 0, 4000, 2000)), {}, {}),
+    *(Case(f"2048-{heads}-heads", _part(_attention, (2048,), (0,), heads), {}, {}) for heads in (12, 32, 96)),
+)

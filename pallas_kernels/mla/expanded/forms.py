@@ -1,0 +1,47 @@
+"""What an implementation of the attention offers to the driver, and what passes between them."""
+
+from typing import Any, NamedTuple, Protocol
+
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.mla.expanded.plan import Plan, Tiling
+from pallas_kernels.mla.visible import Visible
+
+
+class Context(NamedTuple):
+    """Expanded keys and values of W workspace rows.
+
+    Attributes:
+      nope: [N, W, D] key of each head; rope: [W, P] position key, shared by the heads. Both are scaled so that their
+        product with a query is the exponent of a weight, to base 2.
+      value: [N, V, W], a column for each row: as the product of weights and values wants it.
+      at: [W] positions, UNSEEN for rows that nothing sees.
+    """
+
+    nope: Float[Array, "N W D"]
+    rope: Float[Array, "W P"]
+    value: Float[Array, "N V W"]
+    at: Int32[Array, "W"]
+
+
+class Attention(Protocol):
+    """A module with these functions.
+
+    Attributes:
+      QUICK: whether steps may keep a reference that scores might outgrow; `overflowed` then tells and the driver begins
+        again.
+    """
+
+    QUICK: bool
+
+    def tiling(self, tokens: int, heads: int) -> Tiling: ...
+
+    def queries(self, nope: Any, rope: Any, tiling: Tiling) -> Any: ...
+
+    def empty(self, query: Any, value: int) -> Any: ...
+
+    def attend(self, state: Any, query: Any, context: Context, plan: Plan, tiling: Tiling, sees: Visible) -> Any: ...
+
+    def overflowed(self, state: Any, valid: Bool[Array, "T"]) -> Bool[Array, ""]: ...
+
+    def finish(self, state: Any, count: int) -> tuple[Float[Array, "T NV"], Float[Array, "T N"]]: ...
