@@ -49,8 +49,8 @@ def _attention(
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     query = tpu.Queries(shape((count, heads * NOPE)), shape((count, heads * ROPE)))
     arguments = (
-        jax.eval_shape(functools.partial(tpu.empty, value=NOPE), query), query, shape((heads, space.rows, NOPE)),
-        shape((space.rows, ROPE)), shape((heads, NOPE, space.rows)), rows,
+        jax.eval_shape(functools.partial(tpu.empty, value=NOPE), query), query, shape((space.rows, heads * NOPE)),
+        shape((space.rows, ROPE)), shape((heads * NOPE, space.rows)), rows,
     )  # fmt: skip
     pairs = sum(n * c + n * (n + 1) // 2 for n, c in zip(length, context, strict=True))
     moved = 2 * heads * (space.rows * 2 * NOPE + count * (2 * NOPE + ROPE))

@@ -11,8 +11,8 @@ def expansion_pays(new: int, context: int, *, latent: int = 512, nope: int = 128
         absorbed  L (D + V) new             + pairs (2 L + P)       pairs = new context + new (new + 1) / 2
 
     So it pays if pairs (2 L - D - V) > L (D + V) context: for L = 512, D = V = 128 if 768 pairs > 131,072 context. A
-    long context meets that from 171 new tokens on, whatever the number of heads; one as long as the new tokens from 114;
-    from nothing it always pays.
+    long context meets that from 171 new tokens on, whatever the number of heads; one that is as long as the new tokens
+    from 114; from nothing it always pays.
 
     Both forms are taken to run equally near their limits. On TPU they don't quite: see docs/14-mla-prefill.md.
     """

@@ -44,19 +44,22 @@ def expand(
     w_uv: Float[Array, "N V L"],
     key_factor: Float[Array, ""],
     value_factor: Float[Array, ""],
-) -> tuple[Float[Array, "N W D"], Float[Array, "W P"], Float[Array, "N V W"]]:
+) -> tuple[Float[Array, "W ND"], Float[Array, "W P"], Float[Array, "NV W"]]:
     """Keys and values of all heads from cache rows, in the dtype of the rows; sums and factors in fp32."""
     latent = rows[:, : w_uk.shape[-1]]
-    dot = {"precision": Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    nope = jnp.einsum("wl,ndl->nwd", latent, w_uk.astype(rows.dtype), **dot) * key_factor
+    precision = Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    # Of matrices: a head as an axis of its own makes XLA see a convolution, four times as slow on TPU.
+    dot = {"precision": precision, "preferred_element_type": jnp.float32}
+    keys, values = (w.astype(rows.dtype).reshape(-1, w.shape[-1]) for w in (w_uk, w_uv))
+    nope = jnp.einsum("wl,nl->wn", latent, keys, **dot) * key_factor
     rope = rows[:, w_uk.shape[-1] :].astype(jnp.float32) * key_factor
-    value = jnp.einsum("nvl,wl->nvw", w_uv.astype(rows.dtype), latent, **dot) * value_factor
+    value = jnp.einsum("nl,wl->nw", values, latent, **dot) * value_factor
     return nope.astype(rows.dtype), rope.astype(rows.dtype), value.astype(rows.dtype)
 
 
 def _empty_context(space: Workspace, w_uk: Any, w_uv: Any, dtype: jnp.dtype) -> Context:
-    heads, width, _ = w_uk.shape
-    shapes = ((heads, space.rows, width), (space.rows, space.pages.position), (heads, w_uv.shape[1], space.rows))
+    keys, values = (w.shape[0] * w.shape[1] for w in (w_uk, w_uv))
+    shapes = (space.rows, keys), (space.rows, space.pages.position), (values, space.rows)
     return Context(*(jax.lax.empty(s, dtype) for s in shapes), jax.lax.empty((space.rows,), jnp.int32))
 
 
@@ -164,7 +167,7 @@ def expanded(
         at = i * flat.shape[0]
         return Context(*(
             jax.lax.dynamic_update_slice_in_dim(x, y, at, dim)
-            for x, y, dim in zip(context, made, (1, 0, 2, 0), strict=True)
+            for x, y, dim in zip(context, made, (0, 0, 1, 0), strict=True)
         ))  # fmt: skip
 
     def piece(careful, p, carry):

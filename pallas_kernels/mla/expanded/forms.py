@@ -12,15 +12,15 @@ class Context(NamedTuple):
     """Expanded keys and values of W workspace rows.
 
     Attributes:
-      nope: [N, W, D] key of each head; rope: [W, P] position key, shared by the heads. Both are scaled so that their
-        product with a query is the exponent of a weight, to base 2.
-      value: [N, V, W], a column for each row: as the product of weights and values wants it.
+      nope: [W, N D] keys, heads side by side; rope: [W, P] position key, shared by the heads. Both are scaled so that
+        their product with a query is the exponent of a weight, to base 2.
+      value: [N V, W], a column for each row: as the product of weights and values wants it.
       at: [W] positions, UNSEEN for rows that nothing sees.
     """
 
-    nope: Float[Array, "N W D"]
+    nope: Float[Array, "W ND"]
     rope: Float[Array, "W P"]
-    value: Float[Array, "N V W"]
+    value: Float[Array, "NV W"]
     at: Int32[Array, "W"]
 
 

@@ -88,10 +88,10 @@ class Refs(NamedTuple):
     start: Any
     nope_hbm: Any  # [T, 128 N]
     rope_hbm: Any  # [T, 64 N]
-    nope: Any  # [H, keys, 128]
+    nope: Any  # [keys, 128 H]
     rope: Any  # [keys, 64]
     at: Any  # [keys, 128] positions in all lanes
-    value: Any  # [H, 128, keys]
+    value: Any  # [128 H, keys]
     out_before: Any  # results of other pieces, not read
     lse_before: Any
     kept_before: Any  # [N, tiles, STATE, queries] in HBM
@@ -250,9 +250,14 @@ def _clear(r: Refs, at: Any) -> None:
     r.state[*at, ANCHOR] = jnp.full((8, QUERIES), _LOWEST, jnp.float32)
 
 
+def _of(head: Any) -> Any:
+    """The lanes, or rows, of a head among those that lie side by side."""
+    return pl.ds(head * LANES, LANES)
+
+
 def _score(r: Refs, sees: Visible, at: Any) -> jax.Array:
     h, t = at
-    s = _product(jnp.concatenate([r.nope[h], r.rope[...]], axis=1), r.q[h, t])
+    s = _product(jnp.concatenate([r.nope[:, _of(h)], r.rope[...]], axis=1), r.q[h, t])
     if sees.soft_cap is None:
         return s
     cap = sees.soft_cap / math.log(2.0)
@@ -282,7 +287,7 @@ def _open(r: Refs, each: Sequence[Any], sees: Visible) -> None:
         each,
         [
             (0, lambda at, _: _score(r, sees, at)),
-            (8, lambda at, p: _product(r.value[at[0]], p)),
+            (8, lambda at, p: _product(r.value[_of(at[0])], p)),
             (4, soften),
             (9, functools.partial(_add, r)),
         ],
@@ -310,7 +315,7 @@ def _edge(r: Refs, each: Sequence[Any], sees: Visible) -> None:
         each,
         [
             (0, lambda at, _: _score(r, sees, at)),
-            (8, lambda at, p: _product(r.value[at[0]], p)),
+            (8, lambda at, p: _product(r.value[_of(at[0])], p)),
             (4, soften),
             (9, functools.partial(_add, r)),
         ],
@@ -321,7 +326,7 @@ def _turn(r: Refs, at: Any) -> None:
     """Transposes the queries of a head and tile."""
     h, t = at
     place, rows = r.place[0], pl.ds(t * QUERIES, QUERIES)
-    r.q[h, t, :LANES] = r.nope_q[place, rows, h * LANES : (h + 1) * LANES].T
+    r.q[h, t, :LANES] = r.nope_q[place, rows, _of(h)].T
     if h % 2 == 0:  # two heads side by side fill the lanes
         narrow = WIDTH - LANES
         found = r.rope_q[place, rows, h * narrow : (h + 2) * narrow].T
@@ -348,7 +353,7 @@ def _start(r: Refs, each: Sequence[Any], sees: Visible) -> None:
         each,
         [
             (2, lambda at, _: _score(r, sees, at)),
-            (10, lambda at, p: _product(r.value[at[0]], p)),
+            (10, lambda at, p: _product(r.value[_of(at[0])], p)),
             (6, soften),
             (11, put),
             (0, lambda at, _: _turn(r, at)),
@@ -374,7 +379,7 @@ def _first(r: Refs, each: Sequence[Any], sees: Visible) -> None:
 
     def weigh(at, found):
         p, fade = found
-        return _product(r.value[at[0]], p), fade
+        return _product(r.value[_of(at[0])], p), fade
 
     def fade_and_add(at, found):
         o, fade = found
@@ -398,6 +403,6 @@ def _results(r: Refs, at: Any) -> None:
     total = jnp.sum(r.state[h, t, SUMS], axis=0, keepdims=True)
     safe = jnp.where(total > 0, total, 1.0)
     out = r.state[h, t, OUT] * (1.0 / safe)
-    r.out[pl.ds(t * QUERIES, QUERIES), pl.ds(h * LANES, LANES)] = out.astype(r.out.dtype).T
+    r.out[pl.ds(t * QUERIES, QUERIES), _of(h)] = out.astype(r.out.dtype).T
     lse = math.log(2.0) * (_reference(r, (h, t)) + jnp.log2(safe))
     r.lse[h, t] = jnp.where(total > 0, lse, jnp.where(total == 0, -jnp.inf, jnp.nan))

@@ -88,10 +88,11 @@ def attend(
         def piece(x, axis):
             return jax.lax.dynamic_slice_in_dim(x, block * tiling.block, tiling.block, axis)
 
-        nope, rope = piece(context.nope, 1), piece(context.rope, 0)
+        heads = query.shape[1]
+        nope, rope = piece(context.nope, 0).reshape(tiling.block, heads, -1), piece(context.rope, 0)[:, None]
         key = jnp.concatenate([nope, jnp.broadcast_to(rope, (*nope.shape[:2], rope.shape[-1]))], axis=-1)
         dot = {"precision": Precision.HIGHEST, "preferred_element_type": jnp.float32}
-        score = in_base_2(sees, jnp.einsum("nqd,nkd->nqk", query[tile], key, **dot))
+        score = in_base_2(sees, jnp.einsum("nqd,knd->nqk", query[tile], key, **dot))
         own, at = query_positions(plan, plan.owner[block], tile, tiling.tile)[:, None], piece(context.at, 0)
         mask = at <= own
         if sees.window is not None:
@@ -99,7 +100,7 @@ def attend(
         new = jnp.maximum(top, jnp.max(jnp.where(mask, score, _LOWEST), axis=-1))
         p = jnp.where(mask, jnp.exp2(score - new[..., None]), 0.0)
         fade = jnp.exp2(top - new)
-        value = piece(context.value, 2)
+        value = piece(context.value, 1).reshape(heads, -1, tiling.block)
         added = jnp.einsum("nqk,nvk->nqv", p.astype(value.dtype), value, **dot)
         made = State(new, total * fade + jnp.sum(p, axis=-1), out * fade[..., None] + added)
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, tile, 0), state, made)

@@ -128,10 +128,10 @@ def attend(
         return h, group_of(step[i]), 0, 0
 
     def key_map(h, i, step, *_):
-        return h, block_of(step[i]), 0
+        return block_of(step[i]), h
 
     def value_map(h, i, step, *_):
-        return h, 0, block_of(step[i])
+        return h, block_of(step[i])
 
     def shared_map(h, i, step, *_):
         return block_of(step[i]), 0
@@ -145,10 +145,10 @@ def attend(
         in_specs=[
             hbm,
             hbm,
-            pl.BlockSpec((group, KEYS, LANES), key_map),
+            pl.BlockSpec((KEYS, group * LANES), key_map),
             pl.BlockSpec((KEYS, WIDTH - LANES), shared_map),
             pl.BlockSpec((KEYS, LANES), shared_map),
-            pl.BlockSpec((group, LANES, KEYS), value_map),
+            pl.BlockSpec((group * LANES, KEYS), value_map),
             *[hbm] * len(state),
         ],
         out_specs=[
