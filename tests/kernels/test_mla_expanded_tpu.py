@@ -31,8 +31,8 @@ BF16 = 5e-3
 
 def interpreted(interpret=True, **changes):
     """The TPU implementation for the driver, interpreted."""
-    attend = functools.partial(kernel.attend, interpret=interpret)
-    return types.SimpleNamespace(**(vars(kernel) | {"attend": attend} | changes))
+    kernels = {name: functools.partial(getattr(kernel, name), interpret=interpret) for name in ("attend", "expand")}
+    return types.SimpleNamespace(**(vars(kernel) | kernels | changes))
 
 
 def run_with(form, workspace, shards=1, interleave=1, cache_scale=None, **sees):

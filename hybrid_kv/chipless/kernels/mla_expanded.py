@@ -8,8 +8,8 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from hybrid_kv.chipless.cases import Case, Problem
-from pallas_kernels.mla.expanded import tpu
-from pallas_kernels.mla.expanded.forms import Context
+from pallas_kernels.mla.expanded import expand_tpu, tpu
+from pallas_kernels.mla.expanded.forms import Context, Filled
 from pallas_kernels.mla.expanded.plan import plan_of
 from pallas_kernels.mla.expanded.workspace import UNSEEN, queue_of, units_of, workspace_of
 from pallas_kernels.mla.pages import Pages
@@ -59,8 +59,26 @@ def _attention(
     )
 
 
+def _expansion(count: int, heads: int = 64) -> Problem:
+    """Keys and values of so many rows."""
+
+    def run(rows, w_uk, w_uv, factors, used):
+        rows, w_uk, w_uv = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (rows, w_uk, w_uv))
+        return expand_tpu.expand(Filled(rows, used, count), w_uk, w_uv, factors, tpu.heads_per_program(heads))
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    arguments = (
+        shape((count, LATENT + ROPE)), shape((heads, NOPE, LATENT)), shape((heads, NOPE, LATENT)),
+        jax.ShapeDtypeStruct((2,), jnp.float32), np.int32(count),
+    )  # fmt: skip
+    made = 2 * count * heads * NOPE
+    moved = 2 * (made + count * (LATENT + ROPE) + 2 * heads * NOPE * LATENT)
+    return Problem(run, arguments, hbm_bytes=moved, macs=made * LATENT, per=(count, "row"))
+
+
 _part = functools.partial
 CASES = (
+    Case("expand-8192", _part(_expansion, 8192), {}, {}),
     Case("2048", _part(_attention, (2048,), (0,)), {}, {}),
     Case("4x512-on-3584", _part(_attention, (512,) * 4, (3584,) * 4), {}, {}),
     Case("ragged", _part(_attention, (1, 63, 300, 700, 984), (500, 1000, 0, 4000, 2000)), {}, {}),

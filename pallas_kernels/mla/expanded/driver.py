@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.lax import Precision
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.mla import stripe
-from pallas_kernels.mla.expanded.forms import Context
+from pallas_kernels.mla.expanded.forms import Context, Filled
 from pallas_kernels.mla.expanded.plan import MOST_BLOCKS, MOST_GROUPS, plan_of
-from pallas_kernels.mla.expanded.workspace import Workspace, gather, queue_of, units_of, workspace_of
+from pallas_kernels.mla.expanded.workspace import Gathered, gather, queue_of, units_of, workspace_of
 from pallas_kernels.mla.pages import pages_of
 from pallas_kernels.mla.visible import Visible, visible
 from pallas_kernels.rows import RaggedRows, tokens
@@ -36,31 +35,6 @@ _FORMS = {"reference": _online, "xla": _online, "tpu": _kernel}
 
 # Scores are exponents of base 2.
 _LOG2_E = 1 / math.log(2.0)
-
-
-def expand(
-    rows: Float[Array, "W LP"],
-    w_uk: Float[Array, "N D L"],
-    w_uv: Float[Array, "N V L"],
-    key_factor: Float[Array, ""],
-    value_factor: Float[Array, ""],
-) -> tuple[Float[Array, "W ND"], Float[Array, "W P"], Float[Array, "NV W"]]:
-    """Keys and values of all heads from cache rows, in the dtype of the rows; sums and factors in fp32."""
-    latent = rows[:, : w_uk.shape[-1]]
-    precision = Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    # Of matrices: a head as an axis of its own makes XLA see a convolution, four times as slow on TPU.
-    dot = {"precision": precision, "preferred_element_type": jnp.float32}
-    keys, values = (w.astype(rows.dtype).reshape(-1, w.shape[-1]) for w in (w_uk, w_uv))
-    nope = jnp.einsum("wl,nl->wn", latent, keys, **dot) * key_factor
-    rope = rows[:, w_uk.shape[-1] :].astype(jnp.float32) * key_factor
-    value = jnp.einsum("nl,wl->nw", values, latent, **dot) * value_factor
-    return nope.astype(rows.dtype), rope.astype(rows.dtype), value.astype(rows.dtype)
-
-
-def _empty_context(space: Workspace, w_uk: Any, w_uv: Any, dtype: jnp.dtype) -> Context:
-    keys, values = (w.shape[0] * w.shape[1] for w in (w_uk, w_uv))
-    shapes = (space.rows, keys), (space.rows, space.pages.position), (values, space.rows)
-    return Context(*(jax.lax.empty(s, dtype) for s in shapes), jax.lax.empty((space.rows,), jnp.int32))
 
 
 def mla_expanded(
@@ -158,48 +132,49 @@ def expanded(
     key_factor = scale * _LOG2_E * stored
     query = run.queries(q_nope, q_rope, tiling)
 
-    def chunk(begin, i, context):
-        """Expands chunk i of the piece."""
+    def chunk(begin, i, found):
+        """Fetches chunk i of the piece into the workspace."""
         units = units_of(queue, begin + i * space.chunk, space.chunk)
-        found = gather(cache, layer, rows, table, units, space, ranks, rank, axis, q_nope.dtype)
-        flat = found.rows.reshape(-1, form.width)
-        made = Context(*expand(flat, w_uk, w_uv, key_factor, stored), found.position.reshape(-1))
-        at = i * flat.shape[0]
-        return Context(*(
-            jax.lax.dynamic_update_slice_in_dim(x, y, at, dim)
-            for x, y, dim in zip(context, made, (0, 0, 1, 0), strict=True)
-        ))  # fmt: skip
+        made = gather(cache, layer, rows, table, units, space, ranks, rank, axis, q_nope.dtype)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * space.chunk, 0), found, made)
 
     def piece(careful, p, carry):
-        state, context = carry
+        state, found = carry
         begin = p * space.units
         units = units_of(queue, begin, space.units)
-        chunks = jnp.minimum(-(-(queue.total - begin) // space.chunk), space.units // space.chunk)
-        context = jax.lax.fori_loop(0, chunks, lambda i, c: chunk(begin, i, c), context)
+        used = jnp.minimum(queue.total - begin, space.units)
+        found = jax.lax.fori_loop(0, -(-used // space.chunk), lambda i, found: chunk(begin, i, found), found)
+        filled = Filled(found.rows.reshape(-1, form.width), used * space.unit, space.chunk * space.unit)
+        at = found.position.reshape(-1)
+        context = Context(*run.expand(filled, w_uk, w_uv, key_factor, stored), at)
         plan = plan_of(
-            rows, units, queue.base < begin, queue.ends > begin + space.units, context.at.reshape(-1, tiling.block),
-            tiling, space.span, sees.window, careful,
+            rows, units, queue.base < begin, queue.ends > begin + space.units, at.reshape(-1, tiling.block), tiling,
+            space.span, sees.window, careful,
         )  # fmt: skip
-        return run.attend(state, query, context, plan, tiling, sees), context
+        return run.attend(state, query, context, plan, tiling, sees), found
 
-    def attempt(careful, state, context):
-        return jax.lax.fori_loop(0, pieces, lambda p, carry: piece(careful, p, carry), (state, context))
+    def attempt(careful, state, found):
+        return jax.lax.fori_loop(0, pieces, lambda p, carry: piece(careful, p, carry), (state, found))
 
-    state, context = run.empty(query, w_uv.shape[1]), _empty_context(space, w_uk, w_uv, q_nope.dtype)
+    state = run.empty(query, w_uv.shape[1])
+    found = Gathered(
+        jax.lax.empty((space.units, space.unit, form.width), q_nope.dtype),
+        jax.lax.empty((space.units, space.unit), jnp.int32),
+    )
     if run.QUICK:
 
         def again(carry):
-            state, context, careful, _ = carry
-            state, context = attempt(careful, state, context)
+            state, found, careful, _ = carry
+            state, found = attempt(careful, state, found)
             failed = run.overflowed(state, valid)
             if axis is not None:  # ranks gather together, so they begin again together
                 failed = jax.lax.pmax(failed.astype(jnp.int32), axis) > 0
-            return state, context, jnp.asarray(True), failed & ~careful
+            return state, found, jnp.asarray(True), failed & ~careful
 
-        begin = (state, context, jnp.asarray(False), jnp.asarray(True))
+        begin = (state, found, jnp.asarray(False), jnp.asarray(True))
         state, *_ = jax.lax.while_loop(lambda carry: carry[3], again, begin)
     else:
-        state, _ = attempt(True, state, context)
+        state, _ = attempt(True, state, found)
     out, lse = run.finish(state, count)
     out = jnp.where(valid[:, None], out, 0).astype(q_nope.dtype)
     return out.reshape(count, heads, -1), jnp.where(valid[:, None], lse, -jnp.inf)

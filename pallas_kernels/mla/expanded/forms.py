@@ -24,6 +24,20 @@ class Context(NamedTuple):
     at: Int32[Array, "W"]
 
 
+class Filled(NamedTuple):
+    """Gathered rows of the workspace.
+
+    Attributes:
+      rows: [W, L + P].
+      used: how many are filled; what comes behind them means nothing.
+      chunk: rows to expand at a time where that is not up to a kernel; divides W.
+    """
+
+    rows: Float[Array, "W LP"]
+    used: Int32[Array, ""]
+    chunk: int
+
+
 class Attention(Protocol):
     """A module with these functions.
 
@@ -39,6 +53,10 @@ class Attention(Protocol):
     def queries(self, nope: Any, rope: Any, tiling: Tiling) -> Any: ...
 
     def empty(self, query: Any, value: int) -> Any: ...
+
+    def expand(
+        self, filled: Filled, w_uk: Any, w_uv: Any, key_factor: Any, value_factor: Any
+    ) -> tuple[Float[Array, "W ND"], Float[Array, "W P"], Float[Array, "NV W"]]: ...
 
     def attend(self, state: Any, query: Any, context: Context, plan: Plan, tiling: Tiling, sees: Visible) -> Any: ...
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.mla.expanded.forms import Context
+from pallas_kernels.mla.expanded.forms import Context, Filled
 from pallas_kernels.mla.expanded.plan import FRESH, Plan, Tiling, block_of, group_of
 from pallas_kernels.mla.visible import Visible
 
@@ -51,6 +51,34 @@ def empty(query: Float[Array, "tiles N Q DP"], value: int) -> State:
     """A state that means nothing yet."""
     shape = query.shape[:3]
     return State(*(jax.lax.empty(s, jnp.float32) for s in (shape, shape, (*shape, value))))
+
+
+def expand(
+    filled: Filled,
+    w_uk: Float[Array, "N D L"],
+    w_uv: Float[Array, "N V L"],
+    key_factor: Float[Array, ""],
+    value_factor: Float[Array, ""],
+) -> tuple[Float[Array, "W ND"], Float[Array, "W P"], Float[Array, "NV W"]]:
+    """Keys and values of all heads from cache rows, in the dtype of the rows; sums and factors in fp32."""
+    rows, dtype, latent = filled.rows, filled.rows.dtype, w_uk.shape[-1]
+    keys, values = (w.astype(dtype).reshape(-1, latent) for w in (w_uk, w_uv))
+    precision = Precision.HIGHEST if dtype == jnp.float32 else None
+    dot = {"precision": precision, "preferred_element_type": jnp.float32}
+
+    def chunk(i, made):
+        found = jax.lax.dynamic_slice_in_dim(rows, i * filled.chunk, filled.chunk)
+        nope = jnp.einsum("wl,nl->wn", found[:, :latent], keys, **dot) * key_factor
+        rope = found[:, latent:].astype(jnp.float32) * key_factor
+        value = jnp.einsum("nl,wl->nw", values, found[:, :latent], **dot) * value_factor
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, y.astype(dtype), i * filled.chunk, axis)
+            for x, y, axis in zip(made, (nope, rope, value), (0, 0, 1), strict=True)
+        )
+
+    shapes = (len(rows), len(keys)), (len(rows), rows.shape[1] - latent), (len(values), len(rows))
+    chunks = -(-filled.used // filled.chunk)
+    return jax.lax.fori_loop(0, chunks, chunk, tuple(jax.lax.empty(s, dtype) for s in shapes))
 
 
 def query_positions(plan: Plan, row: Int32[Array, ""], tile: Int32[Array, ""], slots: int) -> Int32[Array, "slots"]:

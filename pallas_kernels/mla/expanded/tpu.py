@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.mla.expanded.forms import Context
+from pallas_kernels.mla.expanded import expand_tpu
+from pallas_kernels.mla.expanded.forms import Context, Filled
 from pallas_kernels.mla.expanded.kernel import KEYS, LANES, QUERIES, STATE, WIDTH, kernel
 from pallas_kernels.mla.expanded.plan import MOST_TILES, Plan, Tiling, block_of, group_of
 from pallas_kernels.mla.visible import Visible
@@ -102,6 +103,22 @@ def empty(query: Queries, value: int) -> State:
         jax.lax.empty((*leading, 1, QUERIES), jnp.float32),
         jax.lax.empty((*leading, STATE, QUERIES), jnp.float32),
     )
+
+
+def expand(
+    filled: Filled,
+    w_uk: Float[Array, "N D L"],
+    w_uv: Float[Array, "N V L"],
+    key_factor: Float[Array, ""],
+    value_factor: Float[Array, ""],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "W ND"], Float[Array, "W P"], Float[Array, "NV W"]]:
+    """Keys and values of all heads from cache rows, in bf16; sums and factors in fp32."""
+    factors = jnp.stack([key_factor, value_factor])
+    nope, value = expand_tpu.expand(filled, w_uk, w_uv, factors, heads_per_program(w_uk.shape[0]), interpret=interpret)
+    rope = (filled.rows[:, w_uk.shape[-1] :].astype(jnp.float32) * key_factor).astype(nope.dtype)
+    return nope, rope, value
 
 
 def attend(

@@ -20,8 +20,9 @@ from pallas_kernels.rows import RaggedRows
 # Position of a workspace row that nothing sees: beyond every query.
 UNSEEN = 1 << 30
 
-# Workspace rows expanded together: enough to fill a product, few enough that a short context wastes little.
-_CHUNK = 1024
+# Workspace rows gathered together: so many that the fixed cost of a round is small, so few that a short context wastes
+# little.
+_CHUNK = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Workspace:
       block: rows of a key block.
       columns: table columns of a unit.
       units: of the workspace.
-      chunk: units gathered and expanded at a time; divides `units`.
+      chunk: units gathered at a time; divides `units`.
     """
 
     pages: Pages
