@@ -13,6 +13,20 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.mla import merge_lse, mla_attention
 from pallas_kernels.mla.expanded import expansion_pays, mla_expanded
+from pallas_kernels.mla.expanded.plan import (
+    EDGE,
+    FIRST,
+    OPEN,
+    SKIP,
+    START,
+    Tiling,
+    block_of,
+    group_of,
+    kind_of,
+    plan_of,
+)
+from pallas_kernels.mla.expanded.workspace import UNSEEN, queue_of, units_of, workspace_of
+from pallas_kernels.mla.pages import Pages
 from tests.kernels.kda_oracle import rows_of
 from tests.kernels.mla_expanded_cases import SCALE, expanded_case
 
@@ -171,6 +185,74 @@ def test_memory_is_bounded_by_the_workspace_and_not_by_the_context():
     assert temporary_bytes(4096, 8192) <= small + 4 * 4096 * 4 * 2
     row = 4 * (4 * (128 + 128) + 128 + 64)
     assert 0.9 * 8192 * row <= temporary_bytes(64, 16384) - small <= 1.2 * 8192 * row
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def plan_in_small(rows, window, careful):
+    """Tiles of 16 queries in pairs, blocks and pages of 16 keys; the plan, positions of keys and units."""
+    space = workspace_of(2048, Pages(16, 64, 16, planes=False), 1, 1, 1, 16)
+    queue = queue_of(rows, 64, space, window)
+    units = units_of(queue, 0, space.units)
+    place = units.number[:, None] * 16 + jnp.arange(16)
+    live = (place < (rows.start + rows.length)[units.row][:, None]) & units.used[:, None]
+    at = jnp.where(live, place, UNSEEN)
+    none = jnp.zeros(len(rows.length), bool)
+    return plan_of(rows, units, none, none, at, Tiling(16, 16, 2, 8), space.span, window, careful), at, units
+
+
+def planned(lengths, contexts, window=None, offset=0, careful=False):
+    """Kinds [tiles, blocks] of rows behind `offset` slack tokens, positions of keys [blocks, 16], rows of blocks."""
+    rows = rows_of(offset + np.cumsum(lengths) - lengths, lengths, contexts)
+    plan, at, units = plan_in_small(rows, window, careful)
+    kinds = np.zeros((16, len(at)), int)
+    step = plan.step[: int(plan.used)]
+    for t in range(2):
+        kinds[2 * np.asarray(group_of(step)) + t, np.asarray(block_of(step))] = kind_of(step, t)
+    return kinds, np.asarray(at), np.where(np.asarray(units.used), np.asarray(units.row), -1)
+
+
+def test_tiles_from_nothing_start_once_and_mask_only_the_diagonal():
+    kinds, _, _ = planned([256, 0, 0], [0, 0, 0])
+    want = np.tril(np.full((16, 16), OPEN), -1) + EDGE * np.eye(16, dtype=int)
+    want[:, 0] = START
+    np.testing.assert_array_equal(kinds[:, :16], want)
+    assert not kinds[:, 16:].any()
+    assert set(np.unique(planned([256, 0, 0], [0, 0, 0], careful=True)[0])) == {SKIP, FIRST}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 15, 16, 40, 64]), min_size=3, max_size=3),
+    contexts=st.lists(st.integers(0, 200), min_size=3, max_size=3),
+    window=st.sampled_from([None, 33]),
+    offset=st.integers(0, 20),
+)
+def test_plans_visit_what_can_be_seen_and_keep_a_reference_only_where_all_queries_have_one(
+    lengths, contexts, window, offset
+):
+    kinds, at, owner = planned(lengths, contexts, window, offset)
+    row = np.repeat([0, 1, 2], lengths)
+    position = np.concatenate([c + np.arange(n) for n, c in zip(lengths, contexts, strict=True)]).astype(int)
+    row = np.concatenate([np.full(offset, -2), row, np.full(256 - offset - len(row), -2)])
+    position = np.concatenate([np.zeros(offset, int), position, np.zeros(256 - offset - len(position), int)])
+    sees = (owner[None, :, None] == row[:, None, None]) & (at[None] <= position[:, None, None])
+    if window is not None:
+        sees &= at[None] > position[:, None, None] - window
+    sees = sees.reshape(16, 16, len(owner), 16)  # tiles, queries, blocks, keys
+    for tile in range(16):
+        for r in range(3):
+            mine = row.reshape(16, 16)[tile] == r
+            known = np.zeros(mine.sum(), bool)
+            for block in np.flatnonzero(owner == r):
+                kind, seen = kinds[tile, block], sees[tile, :, block][mine]
+                assert (kind != SKIP) >= seen.any()
+                if kind == OPEN:
+                    assert mine.all() and seen.all() and known.all()
+                if kind == EDGE:
+                    assert known.all()
+                if kind == START:
+                    assert mine.all() and seen[:, 0].all() and not known.any()
+                known |= seen.any(-1)
 
 
 @pytest.mark.parametrize(

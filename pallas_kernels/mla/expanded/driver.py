@@ -146,7 +146,8 @@ def expanded(
         found = jax.lax.fori_loop(0, -(-used // space.chunk), lambda i, found: chunk(begin, i, found), found)
         filled = Filled(found.rows.reshape(-1, form.width), used * space.unit, space.chunk * space.unit)
         at = found.position.reshape(-1)
-        context = Context(*run.expand(filled, w_uk, w_uv, key_factor, stored), at)
+        nope, rope, value = run.expand(filled, w_uk, w_uv, key_factor, stored)
+        context = Context(nope, rope, value, at)
         plan = plan_of(
             rows, units, queue.base < begin, queue.ends > begin + space.units, at.reshape(-1, tiling.block), tiling,
             space.span, sees.window, careful,

@@ -227,7 +227,8 @@ def kernel(*refs: Any, sees: Visible) -> None:
         r.place[0] = 1 - r.place[0]
 
         def tile_results(t, carry):
-            for_heads(16, lambda part: [_results(r, (h, t)) for h in part] and None)
+            for h in range(heads):
+                _results(r, (h, t))
             return carry
 
         lax.fori_loop(0, tiles, tile_results, None)

@@ -24,17 +24,17 @@ MOST_TILES, _KIND, _GROUP, _BLOCK, _END = 4, 3, 12, 19, 31
 MOST_GROUPS, MOST_BLOCKS = 1 << (_BLOCK - _GROUP), 1 << (_END - _BLOCK)
 
 
-def kind_of(step: Int32[Array, ""], tile: Int32[Array, ""] | int) -> Int32[Array, ""]:
+def kind_of(step: Int32[Array, "..."], tile: Int32[Array, ""] | int) -> Int32[Array, "..."]:
     """What a tile of the group does in a step."""
     return (step >> (_KIND * tile)) & ((1 << _KIND) - 1)
 
 
-def group_of(step: Int32[Array, ""]) -> Int32[Array, ""]:
+def group_of(step: Int32[Array, "..."]) -> Int32[Array, "..."]:
     """The group of tiles of a step."""
     return (step >> _GROUP) & (MOST_GROUPS - 1)
 
 
-def block_of(step: Int32[Array, ""]) -> Int32[Array, ""]:
+def block_of(step: Int32[Array, "..."]) -> Int32[Array, "..."]:
     """The block of keys of a step."""
     return (step >> _BLOCK) & (MOST_BLOCKS - 1)
 
