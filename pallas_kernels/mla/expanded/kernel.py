@@ -9,8 +9,8 @@ through, and m and l are rows of lanes. A step of kind OPEN does no more than th
 score is weighted as it leaves the matrix unit, and the products of all heads form one stream. EDGE adds -inf to
 hidden scores. FIRST finds the maximum and rescales o and l by exp2(m - m').
 
-If a later score exceeds m by more than fp32 can hold, l becomes infinite; the caller sees it and repeats the call with
-FIRST throughout.
+If later scores exceed m so far that l, or the products with p, might leave fp32, the log-sum-exp is reported as NaN;
+the caller sees it and repeats the call with FIRST throughout.
 """
 
 import functools
@@ -51,8 +51,8 @@ OUT, SUMS, ANCHOR, STATE = slice(0, 128), slice(128, 136), slice(136, 144), 144
 _LOWEST, _HIDDEN = -1e30, -2e30
 
 
-# Keys whose scores give the reference at the start.
-_FEW = 32
+# Keys whose scores give the reference at the start, and the largest sum of weights that leaves room for values.
+_FEW, _MOST = 32, 2.0**100
 
 
 def staggered(heads: Sequence[Any], stages: list[tuple[int, Callable[[Any, Any], Any]]]) -> None:
@@ -406,4 +406,4 @@ def _results(r: Refs, at: Any) -> None:
     out = r.state[h, t, OUT] * (1.0 / safe)
     r.out[pl.ds(t * QUERIES, QUERIES), _of(h)] = out.astype(r.out.dtype).T
     lse = math.log(2.0) * (_reference(r, (h, t)) + jnp.log2(safe))
-    r.lse[h, t] = jnp.where(total > 0, lse, jnp.where(total == 0, -jnp.inf, jnp.nan))
+    r.lse[h, t] = jnp.where(total == 0, -jnp.inf, jnp.where(total < _MOST, lse, jnp.nan))

@@ -208,7 +208,7 @@ def _lse(state: State, count: int) -> Float[Array, "T N"]:
 def overflowed(state: State, valid: Bool[Array, "T"]) -> Bool[Array, ""]:
     """Whether a score of a valid token left the range of its reference."""
     lse = _lse(state, valid.shape[0])
-    return jnp.any(valid[:, None] & (jnp.isnan(lse) | jnp.isposinf(lse)))
+    return jnp.any(valid[:, None] & jnp.isnan(lse))
 
 
 def finish(state: State, count: int) -> tuple[Float[Array, "T NV"], Float[Array, "T N"]]:
