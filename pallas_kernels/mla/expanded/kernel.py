@@ -288,9 +288,9 @@ def _open(r: Refs, each: Sequence[Any], sees: Visible) -> None:
         each,
         [
             (0, lambda at, _: _score(r, sees, at)),
-            (8, lambda at, p: _product(r.value[_of(at[0])], p)),
-            (4, soften),
-            (9, functools.partial(_add, r)),
+            (12, lambda at, p: _product(r.value[_of(at[0])], p)),
+            (6, soften),
+            (13, functools.partial(_add, r)),
         ],
     )
 
@@ -316,9 +316,9 @@ def _edge(r: Refs, each: Sequence[Any], sees: Visible) -> None:
         each,
         [
             (0, lambda at, _: _score(r, sees, at)),
-            (8, lambda at, p: _product(r.value[_of(at[0])], p)),
-            (4, soften),
-            (9, functools.partial(_add, r)),
+            (12, lambda at, p: _product(r.value[_of(at[0])], p)),
+            (6, soften),
+            (13, functools.partial(_add, r)),
         ],
     )
 
