@@ -66,7 +66,7 @@ class MlaMixer(nnx.Module):
         cache = mla_write(cache, self.cache_rows(x), *place, **stripe)
         attend = {"scale": config.softmax_scale, "query_tile": 1 if decode_only else _PREFILL_TILE, **stripe}
         out, _ = context_parallel(
-            lambda *heads: mla_attention(*heads, cache, *place, **attend), q_latent, q[..., nope:], DCP
+            lambda latent, rope: mla_attention(latent, rope, cache, *place, **attend), q_latent, q[..., nope:], DCP
         )
         # The next layer writes the pool: it must not be kept alive beyond these reads (see kernels' slots).
         out, cache = jax.lax.optimization_barrier((out, cache))

@@ -8,7 +8,7 @@ of block-table columns, as many as its furthest query needs. Live at a time: the
 group for one batch, and the batch's scores against them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def mla_attention(
         seen = jnp.where(inside, last, -1)
         furthest = jnp.max(seen, axis=1)
         pages = table[grid.row[at]]
-        first = 0
+        first: Any = 0
         if visible.window is not None:
             nearest = jnp.maximum(own - visible.window + 1, 0)
             first = jnp.min(jnp.where(inside, nearest, jnp.iinfo(jnp.int32).max)) // (columns * block)
