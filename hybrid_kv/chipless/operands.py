@@ -73,6 +73,8 @@ def _evaluate(jaxpr: Jaxpr, constants: Any, arguments: list[Any], calls: list[Ke
             calls.append(_call(equation.params, inputs))
         elif equation.primitive.name in ("jit", "pjit", "closed_call") and inner is not None:
             outputs = _evaluate(inner.jaxpr, inner.consts, inputs, calls)
+        elif equation.primitive.name == "with_memory_space_constraint":  # has no meaning outside of a compilation
+            outputs = inputs
         elif not any(value is _UNKNOWN for value in inputs):
             result = equation.primitive.bind(*inputs, **equation.params)
             outputs = list(result) if equation.primitive.multiple_results else [result]

@@ -274,13 +274,15 @@ class _Machine:
             self.warnings[f"copy of unknown size ({item.direction}) at 0x{at:x}"] += 1
             size = 0
         if item.direction.endswith("smem") and isinstance(target, Address):
-            self._fill_scalar_memory(source, target, size)
+            # Addresses in high-bandwidth memory count granules, the others words.
+            words = GRANULE // 4 if item.direction.startswith("hbm") else 1
+            self._fill_scalar_memory(source, target, size, words)
         semaphore = self._key(values[3])
         if semaphore is None:
             self.warnings[f"copy with unknown semaphore at 0x{at:x}"] += 1
         self.copies.start(item.direction, size, semaphore, self.time)
 
-    def _fill_scalar_memory(self, source: Value, target: Address, size: int) -> None:
+    def _fill_scalar_memory(self, source: Value, target: Address, size: int, words: int) -> None:
         if not (isinstance(source, Address) and isinstance(source.base, tuple)):
             return
         index = source.base[1]
@@ -288,7 +290,8 @@ class _Machine:
         if data is None:
             self.warnings[f"operand {index} goes to scalar memory, not given ({size * GRANULE} bytes)"] += 1
         elif target.offset is not None:
-            for i, word in enumerate(data[source.offset or 0 :]):
+            first = (source.offset or 0) * words
+            for i, word in enumerate(data[first : first + size * GRANULE // 4]):
                 self.memory[target.base, target.offset + i] = word
 
     def _wait_copy(self, item: WaitCopy, at: int) -> None:

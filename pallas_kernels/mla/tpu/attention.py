@@ -1,0 +1,193 @@
+"""Latent attention on a TPU: one kernel for rows of any length, launched once for each class of rows."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.mla.pages import LANES, pages_of
+from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of, positions
+from pallas_kernels.mla.tpu.kernel import BUFFERS, STAGES, Lanes, Shape, kernel
+from pallas_kernels.mla.tpu.plan import Plan, next_present, plan, units_of
+from pallas_kernels.mla.tpu.tiles import Tiles, choose_tiles
+from pallas_kernels.mla.visible import Visible
+from pallas_kernels.rows import RaggedRows, max_tiles
+
+# Columns of the block table in scalar memory for each lane, twice.
+_WINDOW = 1024
+
+
+def _words(blocks: Blocks, place: Int32[Array, "parts keys"], pack: int) -> Int32[Array, "parts 3 pack words 128"]:
+    """Positions of the rows in each 32-bit word of first halves, second halves and tails of a page."""
+    halves = place.reshape(blocks.parts, 2, blocks.pages, blocks.piece)[:, :, 0]
+    first, second = (
+        jnp.broadcast_to(h[..., None], (*h.shape, LANES)) for h in jnp.moveaxis(halves, 1, 0)
+    )  # fmt: skip
+    tails = jnp.where(jnp.arange(LANES) < LANES // 2, first, second)
+    rows = jnp.stack([first, second, tails], axis=1)
+    return jnp.moveaxis(rows.reshape(blocks.parts, 3, -1, pack, LANES), 3, 2)
+
+
+def _launch(
+    query, tail, cache, table, factor, work, place, earlier, *, shape, widen, vmem, interpret, name
+):
+    """One call of the kernel; `earlier` are outputs to go on with, or ()."""
+    count = query.shape[0]
+    blocks, lanes, rows = shape.blocks, shape.lanes, shape.rows
+    tiles_of_heads = -(-shape.heads // LANES)
+    pack = 4 // cache.dtype.itemsize
+    member = jnp.tile(jnp.repeat(jnp.arange(blocks.pages, dtype=jnp.int32), blocks.piece), 2)[None]
+    operands = (
+        *work, factor, query, tail, table, cache, place[:, None], member, _words(blocks, place, pack), *earlier
+    )  # fmt: skip
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    vmem_spec = pl.BlockSpec(memory_space=pltpu.VMEM)
+    out_shape = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((count, tiles_of_heads, LANES), jnp.float32),
+    )
+    queries = shape.queries
+    scratch = [
+        pltpu.VMEM((BUFFERS, lanes, blocks.pages, blocks.groups, blocks.piece, LANES), cache.dtype),
+        pltpu.VMEM((lanes, BUFFERS, queries, shape.heads, shape.latent), query.dtype),
+        pltpu.VMEM((lanes, BUFFERS, 2, queries, shape.heads, LANES), query.dtype),
+        pltpu.VMEM((2 * lanes, rows, shape.latent), jnp.float32),
+        pltpu.VMEM((2 * lanes, rows, LANES), jnp.float32),
+        pltpu.VMEM((2 * lanes, rows, LANES), jnp.float32),
+        pltpu.VMEM((lanes, 1, blocks.keys), jnp.int32),
+        pltpu.VMEM((STAGES, queries, shape.heads, shape.latent), query.dtype),
+        pltpu.VMEM((STAGES, queries, tiles_of_heads, LANES), jnp.float32),
+        pltpu.VMEM((shape.heads, shape.latent), query.dtype),
+        pltpu.VMEM((tiles_of_heads, LANES), jnp.float32),
+        pltpu.SMEM((2 * lanes, 1, table.shape[-1]), jnp.int32),
+        pltpu.SemaphoreType.DMA((BUFFERS,)),
+        pltpu.SemaphoreType.DMA((lanes,)),
+        pltpu.SemaphoreType.DMA((lanes, BUFFERS)),
+        pltpu.SemaphoreType.DMA((STAGES,)),
+        pltpu.SemaphoreType.DMA(()),
+        *[pltpu.SMEM((lanes,), jnp.int32)] * 9,
+        pltpu.SMEM((BUFFERS, lanes * blocks.pages), jnp.int32),
+        pltpu.SMEM((BUFFERS,), jnp.int32),
+        pltpu.SMEM((4,), jnp.int32),
+        pltpu.SMEM((STAGES + 2,), jnp.int32),
+    ]
+    assert len(scratch) == 17 + len(Lanes._fields)
+    scalars = len(work)
+
+    def body(*refs):
+        kept = len(operands) - len(earlier)
+        kernel(*refs[:kept], *refs[len(operands) :], shape=shape, widen=widen)
+
+    return pl.pallas_call(
+        body,
+        out_shape=out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=scalars,
+            grid=(),
+            in_specs=[vmem_spec, hbm, hbm, hbm, hbm, vmem_spec, vmem_spec, vmem_spec, *[hbm] * len(earlier)],
+            out_specs=(hbm, hbm),
+            scratch_shapes=scratch,
+        ),
+        input_output_aliases={len(operands) - 2 + i: i for i in range(len(earlier))},
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem, disable_bounds_checks=True),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+
+
+def mla_attention(
+    q_latent: Float[Array, "T N L"],
+    q_rope: Float[Array, "T N P"],
+    cache: Float[Array, "layers B page 128"],
+    layer: Int32[Array, ""] | int,
+    rows: RaggedRows,
+    table: Int32[Array, "R C"],
+    *,
+    scale: float,
+    shards: int,
+    rank: Int32[Array, ""] | int,
+    interleave: int,
+    query_tile: int,
+    visible: Visible,
+    cache_scale: Float[Array, ""] | float | None = None,
+    tiles: Tiles | None = None,
+    widen: bool | None = None,
+    interpret: Any = False,
+    name: str = "mla_attention",
+) -> tuple[Float[Array, "T N L"], Float[Array, "T N"]]:
+    """See `mla.api.mla_attention`.
+
+    Args:
+      tiles: of the launch for rows of up to `query_tile` tokens; None chooses.
+      widen: rows become bf16 before products; None where the interpreter needs it.
+      interpret: as of `pl.pallas_call`.
+    """
+    count, heads, latent = q_latent.shape
+    form = pages_of(cache, latent, q_rope.shape[-1])
+    padded = -(-heads // 16) * 16
+    widen = bool(interpret) if widen is None else widen
+    page_rows = form.rows
+
+    # Queries in the dtype of the products: scale, cache scale and base 2 folded in.
+    cap = visible.soft_cap
+    factor = jnp.asarray(scale, jnp.float32) * (1.0 if cache_scale is None else cache_scale)
+    factor = factor * (math.log2(math.e) if cap is None else 1.0 / cap)
+    spread = ((0, 0), (0, padded - heads), (0, 0))
+    query = jnp.pad((q_latent * factor).astype(jnp.bfloat16), spread)
+    tail = jnp.pad((q_rope * factor).astype(jnp.bfloat16), spread)
+    none = jnp.zeros_like(tail)
+    tail = jnp.stack([jnp.concatenate([tail, none], axis=-1), jnp.concatenate([none, tail], axis=-1)], axis=1)
+    out_scale = jnp.asarray(1.0 if cache_scale is None else cache_scale, jnp.float32) * jnp.ones((1, LANES), jnp.float32)
+
+    pool = cache.reshape(cache.shape[0] * cache.shape[1], 2 * latent // LANES + 1, page_rows // 2, LANES)
+    lead = jnp.min(jnp.where(rows.length > 0, rows.offset, count))
+    run = functools.partial(
+        _class, query, tail, pool, table, out_scale, rows, layer, page_rows=page_rows, pages=cache.shape[1],
+        shards=shards, rank=rank, interleave=interleave, visible=visible, widen=widen, interpret=interpret,
+    )  # fmt: skip
+    if query_tile <= 8:
+        here = rows.length > 0
+        most = max_tiles(count, table.shape[0], query_tile, anchored=False)
+        out, lse = run(here, lead, (), queries=query_tile, most=most, tiles=tiles, name=name)
+    else:
+        few = (rows.length == 1) & (rows.length > 0)
+        out, lse = run(few, lead, (), queries=1, most=min(count, table.shape[0]), tiles=tiles, name=name)
+        queries = 16
+        most = max_tiles(count, table.shape[0], queries, anchored=False)
+        out, lse = run(rows.length > 1, 0 * lead, (out, lse), queries=queries, most=most, tiles=None, name=name + "_long")
+    lse = lse.reshape(count, -1)[:, :heads]
+    return out[:, :heads], lse
+
+
+def _class(
+    query, tail, pool, table, out_scale, rows, layer, here, lead, earlier, *, page_rows, pages, shards, rank, interleave,
+    visible, widen, interpret, queries, most, tiles, name,
+):  # fmt: skip
+    """The launch for the rows that are `here`."""
+    count, heads, latent = query.shape
+    tiles = tiles or choose_tiles(heads, queries, latent, page_rows, pool.dtype)
+    blocks = blocks_of(page_rows, latent, tiles.keys, pool.dtype.itemsize)
+    columns = table.shape[1]
+    window = min(-(-columns // blocks.pages), _WINDOW // blocks.pages) * blocks.pages
+    windows = -(-columns // window)
+    shape = Shape(
+        lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards, pages=pages,
+        visible=visible, groups=tiles.groups, window=window,
+    )  # fmt: skip
+    units = units_of(rows, here, count, queries, most, blocks, columns, shards, visible)
+    work = plan(units, tiles.lanes, blocks.parts, shape.window_blocks, windows, layer, lead)
+    ids = jnp.pad(table, ((0, 0), (0, windows * window - columns))).reshape(-1, 1, window)
+    ids = jnp.pad(ids, ((0, 0), (0, 0), (0, -window % LANES)))
+    if not interpret:
+        # Small as it is, the compiler would else move it into vector memory first.
+        ids = pltpu.with_memory_space_constraint(ids, pltpu.HBM)
+    place = positions(blocks, shards, rank, interleave)
+    return _launch(
+        query, tail, pool, ids, out_scale, work, place, earlier, shape=shape, widen=widen, vmem=tiles.vmem,
+        interpret=interpret, name=name,
+    )  # fmt: skip
