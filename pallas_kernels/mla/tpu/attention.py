@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mla.pages import LANES, pages_of
 from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of, positions
-from pallas_kernels.mla.tpu.kernel import BUFFERS, STAGES, Lanes, Shape, kernel
+from pallas_kernels.mla.tpu.kernel import BUFFERS, Lanes, Shape, kernel
 from pallas_kernels.mla.tpu.plan import Plan, next_present, plan, units_of
 from pallas_kernels.mla.tpu.tiles import Tiles, choose_tiles
 from pallas_kernels.mla.visible import Visible
@@ -34,7 +34,7 @@ def _words(blocks: Blocks, place: Int32[Array, "parts keys"], pack: int) -> Int3
 
 
 def _launch(
-    query, tail, cache, table, factor, work, place, earlier, *, shape, widen, vmem, interpret, name
+    query, tail, cache, table, factor, work, place, earlier, *, shape, vmem, interpret, name
 ):
     """One call of the kernel; `earlier` are outputs to go on with, or ()."""
     count = query.shape[0]
@@ -51,37 +51,39 @@ def _launch(
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((count, tiles_of_heads, LANES), jnp.float32),
     )
-    queries = shape.queries
+    queries, stages = shape.queries, 2 * shape.slots + 1
     scratch = [
-        pltpu.VMEM((BUFFERS, lanes, blocks.pages, blocks.groups, blocks.piece, LANES), cache.dtype),
+        pltpu.VMEM((BUFFERS, lanes * blocks.pages * blocks.groups, blocks.piece, LANES), cache.dtype),
         pltpu.VMEM((lanes, BUFFERS, queries, shape.heads, shape.latent), query.dtype),
         pltpu.VMEM((lanes, BUFFERS, 2, queries, shape.heads, LANES), query.dtype),
-        pltpu.VMEM((2 * lanes, rows, shape.latent), jnp.float32),
-        pltpu.VMEM((2 * lanes, rows, LANES), jnp.float32),
-        pltpu.VMEM((2 * lanes, rows, LANES), jnp.float32),
+        pltpu.VMEM((3 * lanes, rows, shape.latent), jnp.float32),
+        pltpu.VMEM((3 * lanes, rows, LANES), jnp.float32),
+        pltpu.VMEM((3 * lanes, rows, LANES), jnp.float32),
         pltpu.VMEM((lanes, 1, blocks.keys), jnp.int32),
-        pltpu.VMEM((STAGES, queries, shape.heads, shape.latent), query.dtype),
-        pltpu.VMEM((STAGES, queries, tiles_of_heads, LANES), jnp.float32),
+        pltpu.VMEM((stages, queries, shape.heads, shape.latent), query.dtype),
+        pltpu.VMEM((stages, queries, tiles_of_heads, LANES), jnp.float32),
         pltpu.VMEM((shape.heads, shape.latent), query.dtype),
         pltpu.VMEM((tiles_of_heads, LANES), jnp.float32),
         pltpu.SMEM((2 * lanes, 1, table.shape[-1]), jnp.int32),
         pltpu.SemaphoreType.DMA((BUFFERS,)),
         pltpu.SemaphoreType.DMA((lanes,)),
         pltpu.SemaphoreType.DMA((lanes, BUFFERS)),
-        pltpu.SemaphoreType.DMA((STAGES,)),
+        pltpu.SemaphoreType.DMA((stages,)),
         pltpu.SemaphoreType.DMA(()),
-        *[pltpu.SMEM((lanes,), jnp.int32)] * 9,
+        *[pltpu.SMEM((lanes,), jnp.int32)] * 10,
         pltpu.SMEM((BUFFERS, lanes * blocks.pages), jnp.int32),
         pltpu.SMEM((BUFFERS,), jnp.int32),
+        pltpu.SMEM((BUFFERS,), jnp.int32),
         pltpu.SMEM((4,), jnp.int32),
-        pltpu.SMEM((STAGES + 2,), jnp.int32),
+        pltpu.SMEM((1 + 2 * max(shape.slots, 1),), jnp.int32),
+        pltpu.SMEM((stages + 1,), jnp.int32),
     ]
     assert len(scratch) == 17 + len(Lanes._fields)
     scalars = len(work)
 
     def body(*refs):
         kept = len(operands) - len(earlier)
-        kernel(*refs[:kept], *refs[len(operands) :], shape=shape, widen=widen)
+        kernel(*refs[:kept], *refs[len(operands) :], shape=shape, interpreted=bool(interpret))
 
     return pl.pallas_call(
         body,
@@ -116,7 +118,6 @@ def mla_attention(
     visible: Visible,
     cache_scale: Float[Array, ""] | float | None = None,
     tiles: Tiles | None = None,
-    widen: bool | None = None,
     interpret: Any = False,
     name: str = "mla_attention",
 ) -> tuple[Float[Array, "T N L"], Float[Array, "T N"]]:
@@ -124,13 +125,11 @@ def mla_attention(
 
     Args:
       tiles: of the launch for rows of up to `query_tile` tokens; None chooses.
-      widen: rows become bf16 before products; None where the interpreter needs it.
       interpret: as of `pl.pallas_call`.
     """
     count, heads, latent = q_latent.shape
     form = pages_of(cache, latent, q_rope.shape[-1])
     padded = -(-heads // 16) * 16
-    widen = bool(interpret) if widen is None else widen
     page_rows = form.rows
 
     # Queries in the dtype of the products: scale, cache scale and base 2 folded in.
@@ -148,7 +147,7 @@ def mla_attention(
     lead = jnp.min(jnp.where(rows.length > 0, rows.offset, count))
     run = functools.partial(
         _class, query, tail, pool, table, out_scale, rows, layer, page_rows=page_rows, pages=cache.shape[1],
-        shards=shards, rank=rank, interleave=interleave, visible=visible, widen=widen, interpret=interpret,
+        shards=shards, rank=rank, interleave=interleave, visible=visible, interpret=interpret,
     )  # fmt: skip
     if query_tile <= 8:
         here = rows.length > 0
@@ -166,7 +165,7 @@ def mla_attention(
 
 def _class(
     query, tail, pool, table, out_scale, rows, layer, here, lead, earlier, *, page_rows, pages, shards, rank, interleave,
-    visible, widen, interpret, queries, most, tiles, name,
+    visible, interpret, queries, most, tiles, name,
 ):  # fmt: skip
     """The launch for the rows that are `here`."""
     count, heads, latent = query.shape
@@ -177,7 +176,7 @@ def _class(
     windows = -(-columns // window)
     shape = Shape(
         lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards, pages=pages,
-        visible=visible, groups=tiles.groups, window=window,
+        visible=visible, groups=tiles.groups, window=window, slots=tiles.slots,
     )  # fmt: skip
     units = units_of(rows, here, count, queries, most, blocks, columns, shards, visible)
     work = plan(units, tiles.lanes, blocks.parts, shape.window_blocks, windows, layer, lead)
@@ -188,6 +187,6 @@ def _class(
         ids = pltpu.with_memory_space_constraint(ids, pltpu.HBM)
     place = positions(blocks, shards, rank, interleave)
     return _launch(
-        query, tail, pool, ids, out_scale, work, place, earlier, shape=shape, widen=widen, vmem=tiles.vmem,
+        query, tail, pool, ids, out_scale, work, place, earlier, shape=shape, vmem=tiles.vmem,
         interpret=interpret, name=name,
     )  # fmt: skip

@@ -25,7 +25,6 @@ from pallas_kernels.mla.tpu.blocks import Blocks
 from pallas_kernels.mla.visible import Visible
 
 BUFFERS = 3
-STAGES = 2
 # Scores of keys that are not seen, and the maximum to begin with, which is above: their weight is 0 from the start.
 _UNSEEN, _LOWEST = -(2.0**100), -(2.0**90)
 _FAR = 1 << 29
@@ -47,6 +46,7 @@ class Shape:
       groups: in how many parts lanes go through the stages; with more than one the products of scores of a part stand
         between the products of values of the part before.
       window: columns of the block table held for a lane.
+      slots: units that can be finished beside the products of the next step; more at once are finished on their own.
     """
 
     lanes: int
@@ -59,6 +59,7 @@ class Shape:
     visible: Visible
     groups: int
     window: int
+    slots: int
 
     @property
     def rows(self) -> int:
@@ -79,7 +80,7 @@ class Lanes(NamedTuple):
     """Scalar memory, [lanes] each unless said otherwise.
 
     Fetching, two steps ahead: block and last column within the window, the window's place, the query's place. Working:
-    block, unit (-1: none), position of its first token, whether it was resumed, the query's place.
+    block, unit (-1: none), position of its first token, whether it was resumed, the query's place, and the accumulator.
     """
 
     fetch_block: Any
@@ -91,10 +92,13 @@ class Lanes(NamedTuple):
     position: Any
     resumed: Any
     query: Any
+    acc: Any
     pages: Any  # [BUFFERS, lanes * pages] page ids of the blocks in the buffers
     lowest: Any  # [BUFFERS] smallest of them
+    fetched: Any  # [BUFFERS] groups of rows on their way
     cursor: Any  # [4] next events: for windows, to fetch, to work, and whether `hidden` is not all 0
-    staged: Any  # [STAGES] tokens on their way out of each, [STAGES] number of slack tokens cleared, next stage
+    ended: Any  # [1 + 2 slots] units to be finished in this step: their number, accumulators, and which they are
+    leaving: Any  # [2 slots + 2] tokens on their way out of each stage; the last counts slack tokens cleared
 
 
 class Refs(NamedTuple):
@@ -110,22 +114,22 @@ class Refs(NamedTuple):
     words: Any  # VMEM [parts, 3, pack, words, 128] positions of the rows in each word of first, second halves, tails
     out: Any  # HBM [T, N, L]
     lse: Any  # HBM [T, N' / 128, 128]
-    buffer: Any  # VMEM [BUFFERS, lanes, pages, groups, piece, 128]
+    buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]
     queries: Any  # VMEM [lanes, BUFFERS, Q, N, L]
     tails: Any  # VMEM [lanes, BUFFERS, 2, Q, N, 128]
-    acc: Any  # VMEM [2 lanes, Q N, L] fp32; the second half has what lanes have of resumed units
-    top: Any  # VMEM [2 lanes, Q N, 128] fp32
-    total: Any  # VMEM [2 lanes, Q N, 128] fp32
+    acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes have of resumed units
+    top: Any  # VMEM [3 lanes, Q N, 128] fp32
+    total: Any  # VMEM [3 lanes, Q N, 128] fp32
     hidden: Any  # VMEM [lanes, 1, keys] int32: large for keys of null blocks
-    stage: Any  # VMEM [STAGES, Q, N, L]
-    stage_lse: Any  # VMEM [STAGES, Q, N' / 128, 128]
+    stage: Any  # VMEM [2 slots + 1, Q, N, L]: for each slot two in turn, and one for units finished on their own
+    stage_lse: Any  # VMEM [2 slots + 1, Q, N' / 128, 128]
     blank: Any  # VMEM [N, L] zeros
     blank_lse: Any  # VMEM [N' / 128, 128] -inf
     ids: Any  # SMEM [2 lanes, 1, window]
     arrived: Any  # DMA [BUFFERS]
     windows: Any  # DMA [lanes]
     asked: Any  # DMA [lanes, BUFFERS]
-    left: Any  # DMA [STAGES]
+    left: Any  # DMA [2 slots + 1]
     cleared: Any  # DMA []
     lanes: Lanes
 
@@ -133,8 +137,8 @@ class Refs(NamedTuple):
 class Work:
     """Bodies of the kernel; all state is in the refs."""
 
-    def __init__(self, shape: Shape, plan: plans.Plan, refs: Refs, widen: bool):
-        self.shape, self.plan, self.refs, self.lanes, self.widen = shape, plan, refs, refs.lanes, widen
+    def __init__(self, shape: Shape, plan: plans.Plan, refs: Refs, interpreted: bool):
+        self.shape, self.plan, self.refs, self.lanes, self.interpreted = shape, plan, refs, refs.lanes, interpreted
 
     # Events
 
@@ -170,9 +174,8 @@ class Work:
 
         @pl.when((kind == plans.DONE) | (kind == plans.CUT))
         def _():
-            # A lane without work reads the first page of its window again and again.
             state.fetch_block[lane] = 0
-            state.fetch_last[lane] = 0
+            state.fetch_last[lane] = -1  # nothing
 
         @pl.when(kind <= plans.RESUME)
         def _():
@@ -207,8 +210,14 @@ class Work:
         state, plan, refs = self.lanes, self.plan, self.refs
         lane, kind, unit = plan.lane[event], plan.kind[event], state.unit[plan.lane[event]]
         ends = (kind != plans.MORE) & (kind != plans.PART) & (unit >= 0)
-        pl.when(ends & (state.resumed[lane] == 1))(lambda: self._keep(lane))
-        pl.when(ends & (state.resumed[lane] == 0) & (kind != plans.CUT))(lambda: self.finish(lane, unit))
+        acc = state.acc[lane]
+
+        @pl.when(ends & (state.resumed[lane] == 1))
+        def _():
+            for ref in (refs.acc, refs.top, refs.total):
+                ref[2 * self.shape.lanes + lane] = ref[acc]
+
+        pl.when(ends & (state.resumed[lane] == 0) & (kind != plans.CUT))(lambda: self._end(acc, unit))
 
         @pl.when((kind == plans.DONE) | (kind == plans.CUT))
         def _():
@@ -231,26 +240,44 @@ class Work:
                 return carry
 
             jax.lax.fori_loop(0, plan.count[new], token, None)
-            refs.acc[lane] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
-            refs.total[lane] = jnp.zeros(refs.total.shape[1:], jnp.float32)
-            refs.top[lane] = jnp.full(refs.top.shape[1:], _LOWEST, jnp.float32)
+            other = 2 * lane + 1 - (acc & 1)
+            state.acc[lane] = other
+            self._reset(other)
 
-    def _keep(self, lane):
-        refs, place = self.refs, self.shape.lanes + lane
-        for ref in (refs.acc, refs.top, refs.total):
-            ref[place] = ref[lane]
+    def _reset(self, acc):
+        refs = self.refs
+        refs.acc[acc] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
+        refs.total[acc] = jnp.zeros(refs.total.shape[1:], jnp.float32)
+        refs.top[acc] = jnp.full(refs.top.shape[1:], _LOWEST, jnp.float32)
 
-    def finish(self, index, unit):
-        """Normalises an accumulator and sends it to the unit's tokens; zeros to the slack behind them."""
-        refs, plan, state, shape = self.refs, self.plan, self.lanes, self.shape
-        stage = state.staged[STAGES + 1]
-        state.staged[STAGES + 1] = _next(stage, STAGES)
+    def _end(self, acc, unit):
+        """A unit is complete: it is finished beside the products of the next step if there is a slot."""
+        ended, slots = self.lanes.ended, self.shape.slots
+        count = ended[0]
+
+        @pl.when(count < slots)
+        def _():
+            ended[1 + count] = acc
+            ended[1 + slots + count] = unit
+            ended[0] = count + 1
+
+        pl.when(count >= slots)(lambda: self.finish(acc, unit))
+
+    def finish(self, acc, unit):
+        """Finishes a unit now."""
+        stage = 2 * self.shape.slots
         self._drain(stage)
-        total = jnp.sum(refs.total[index], axis=1, keepdims=True)
+        self.normalise(acc, stage)
+        self.send(stage, unit)
+
+    def normalise(self, acc, stage):
+        """An accumulator to output and LSE in a stage."""
+        refs, shape = self.refs, self.shape
+        total = jnp.sum(refs.total[acc], axis=1, keepdims=True)
         some = total > 0
         safe = jnp.where(some, total, 1.0)
-        out = refs.acc[index] * (jnp.where(some, 1.0 / safe, 0.0) * refs.factor[:, :1])
-        lse = jnp.where(some, (refs.top[index] + jnp.log2(safe)) * math.log(2.0), -jnp.inf)
+        out = refs.acc[acc] * (jnp.where(some, 1.0 / safe, 0.0) * refs.factor[:, :1])
+        lse = jnp.where(some, (refs.top[acc] + jnp.log2(safe)) * math.log(2.0), -jnp.inf)
         heads = shape.heads
         for t in range(shape.queries):
             refs.stage[stage, t] = out[t * heads : (t + 1) * heads].astype(refs.stage.dtype)
@@ -258,16 +285,31 @@ class Work:
                 refs.stage_lse[stage, t, i : i + 1] = _along_lanes(
                     lse[t * heads + first : t * heads + min(first + LANES, heads)]
                 )
+
+    def send(self, stage, unit):
+        """A stage to the unit's tokens, and zeros to the slack behind them."""
+        plan = self.plan
         count, token = plan.count[unit], plan.token[unit]
 
-        def send(t, carry):
+        def one(t, carry):
             for copy in self._leave(stage, t, token + t):
                 copy.start()
             return carry
 
-        jax.lax.fori_loop(0, count, send, None)
-        state.staged[stage] = count
+        jax.lax.fori_loop(0, count, one, None)
+        self.lanes.leaving[stage] = count
         self.clear(token + count, plan.gap[unit])
+
+    def send_ended(self, step):
+        """What `normalise` has put into this step's stages."""
+        ended, slots = self.lanes.ended, self.shape.slots
+
+        def one(i, carry):
+            self.send((step & 1) * slots + i, ended[1 + slots + i])
+            return carry
+
+        jax.lax.fori_loop(0, ended[0], one, None)
+        ended[0] = 0
 
     def _leave(self, stage, t, token):
         refs, sem = self.refs, self.refs.left.at[stage]
@@ -277,12 +319,15 @@ class Work:
         )
 
     def _drain(self, stage):
+        """Waits until a stage has been copied out."""
+
         def wait(t, carry):
             for copy in self._leave(stage, 0, 0):
                 copy.wait()
             return carry
 
-        jax.lax.fori_loop(0, self.lanes.staged[stage], wait, None)
+        jax.lax.fori_loop(0, self.lanes.leaving[stage], wait, None)
+        self.lanes.leaving[stage] = 0
 
     def clear(self, token, count):
         """Slack tokens: output 0, LSE -inf."""
@@ -293,7 +338,7 @@ class Work:
             return carry
 
         jax.lax.fori_loop(0, count, send, None)
-        self.lanes.staged[STAGES] += count
+        self.lanes.leaving[2 * self.shape.slots + 1] += count
 
     def _blank(self, token):
         refs = self.refs
@@ -305,41 +350,58 @@ class Work:
     # Blocks
 
     def fetch(self, lane, slot):
-        """Starts the copies of a lane's next block; returns the smallest page id."""
+        """Starts the copies of a lane's next block; returns the smallest page id and how many groups come.
+
+        Pages behind the last one are copies of size 0, and the place for them keeps what it had, which is finite. An
+        interpreter has no copies of a size not known before; there the first page comes again.
+        """
         state, refs, blocks = self.lanes, self.refs, self.shape.blocks
         block, last = state.fetch_block[lane], state.fetch_last[lane]
         ids = 2 * lane + state.fetch_window[lane]
-        first, part = block * blocks.pages, 0
-        if blocks.parts > 1:
-            first = jax.lax.div(block, blocks.parts)
-            part = block - first * blocks.parts
-        first = jnp.minimum(first, last)
-        lowest = None
+        first, part = self._split(block)
+        found, groups = [], []
         for i in range(blocks.pages):
-            # Behind the last page the first is read once more: its rows are all written, or it is itself the last.
-            column = jnp.where(first + i <= last, first + i, first) if i else first
+            there = first + i <= last
+            column = jnp.where(there, first + i, jnp.where(first <= last, first, 0))
             page = refs.ids[ids, 0, column]
-            lowest = page if lowest is None else jnp.minimum(lowest, page)
             state.pages[slot, lane * blocks.pages + i] = page
-            source = refs.cache.at[self.plan.scalars[1] * self.shape.pages + page]
-            if blocks.parts > 1:
-                source = source.at[:, pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)]
-            pltpu.make_async_copy(source, refs.buffer.at[slot, lane, i], refs.arrived.at[slot]).start()
+            found.append(page)
+            count = blocks.groups if self.interpreted else jnp.where(there, blocks.groups, 0)
+            groups.append(count)
+            rows = pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)
+            source = refs.cache.at[self.plan.scalars[1] * self.shape.pages + page, pl.ds(0, count), rows]
+            target = refs.buffer.at[slot, pl.ds((lane * blocks.pages + i) * blocks.groups, count)]
+            pltpu.make_async_copy(source, target, refs.arrived.at[slot]).start()
         state.fetch_block[lane] = block + 1
-        return lowest
+        return _tree(jnp.minimum, found), sum(groups)
+
+    def _split(self, block):
+        """First column of a block, and which part of its page it is."""
+        blocks = self.shape.blocks
+        if blocks.parts == 1:
+            return block * blocks.pages, 0
+        column = jax.lax.div(block, blocks.parts)
+        return column, block - column * blocks.parts
 
     def fetch_all(self, slot):
-        """The same for all lanes in a loop, for the first steps."""
+        """A step's blocks in a loop over lanes, for the first steps."""
+        lowest, fetched = self.lanes.lowest, self.lanes.fetched
+        lowest[slot], fetched[slot] = _FAR, 0
 
-        def one(lane, lowest):
-            return jnp.minimum(lowest, self.fetch(lane, slot))
+        def one(lane, carry):
+            low, groups = self.fetch(lane, slot)
+            lowest[slot] = jnp.minimum(lowest[slot], low)
+            fetched[slot] += groups
+            return carry
 
-        self.lanes.lowest[slot] = jax.lax.fori_loop(0, self.shape.lanes, one, jnp.int32(_FAR))
+        jax.lax.fori_loop(0, self.shape.lanes, one, None)
 
     def take(self, slot):
-        """Waits for a buffer to be full."""
-        whole = self.refs.buffer.at[slot]
-        pltpu.make_async_copy(whole, whole, self.refs.arrived.at[slot]).wait()
+        """Waits for a buffer to have what was sent for."""
+        refs = self.refs
+        count = refs.buffer.shape[1] if self.interpreted else self.lanes.fetched[slot]
+        whole = refs.buffer.at[slot, pl.ds(0, count)]
+        pltpu.make_async_copy(whole, whole, refs.arrived.at[slot]).wait()
 
     def wipe(self, slot, event):
         """Zeros to rows that the cache does not have yet, before blocks with a unit's last page are multiplied: 0 * NaN is NaN."""
@@ -349,15 +411,12 @@ class Work:
 
         @pl.when(unit >= 0)
         def _():
-            first, part = block * blocks.pages, 0
-            if blocks.parts > 1:
-                first = jax.lax.div(block, blocks.parts)
-                part = block - first * blocks.parts
+            first, part = self._split(block)
             column = plan.column[unit]
             dirty = column - first
             end = plan.end[unit] - column * self.shape.page
-            # A block of one page only has it in all places.
-            stop = jnp.where(dirty == 0, blocks.pages, dirty + 1)
+            # An interpreter has the only page of a block in all places.
+            stop = jnp.where((dirty == 0) & self.interpreted, blocks.pages, dirty + 1)
 
             @pl.when((end < self.shape.page) & (dirty >= 0) & (dirty < blocks.pages))
             def _():
@@ -380,9 +439,9 @@ class Work:
                 word = jnp.where(refs.words[part, kind, i] < end, jnp.int32(mask), jnp.int32(0))
                 keep = word if keep is None else keep | word
             for group in range(kind, blocks.groups - 1, 2) if kind < 2 else (blocks.groups - 1,):
-                rows = refs.buffer[slot, lane, page, group]
+                rows = refs.buffer[slot, self._place(lane, page, group)]
                 words = pltpu.bitcast(rows, jnp.int32) & keep
-                refs.buffer[slot, lane, page, group] = pltpu.bitcast(words, rows.dtype)
+                refs.buffer[slot, self._place(lane, page, group)] = pltpu.bitcast(words, rows.dtype)
 
     def hide(self, slot):
         """Keys of null blocks, if a block of the step has any: not seen, and wiped."""
@@ -404,11 +463,17 @@ class Work:
                 @pl.when(state.pages[slot, index] == 0)
                 def _():
                     refs.hidden[lane] = jnp.where(refs.member[...] == i, _FAR, refs.hidden[lane])
-                    refs.buffer[slot, lane, i] = jnp.zeros(refs.buffer.shape[3:], refs.buffer.dtype)
+                    groups = shape.blocks.groups
+                    blank = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
+                    refs.buffer[slot, pl.ds(index * groups, groups)] = blank
 
                 return carry
 
             jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, page, None)
+
+    def _place(self, lane, page, group):
+        """Where a group of a page lies in a buffer."""
+        return (lane * self.shape.blocks.pages + page) * self.shape.blocks.groups + group
 
     # Products
 
@@ -439,7 +504,7 @@ class Work:
 
     def _rows(self, x):
         """Rows as they enter products; the interpreter of some platforms has no mixed ones."""
-        return x.astype(jnp.bfloat16) if self.widen else x
+        return x.astype(jnp.bfloat16) if self.interpreted else x
 
     def _latent(self, slot, lane):
         """[keys, L] latents of a block, put together from its planes."""
@@ -447,7 +512,7 @@ class Work:
         planes = []
         for plane in range(self.shape.latent // LANES):
             halves = [
-                refs.buffer[slot, lane, i, 2 * plane + half] for half in range(2) for i in range(blocks.pages)
+                refs.buffer[slot, self._place(lane, i, 2 * plane + half)] for half in range(2) for i in range(blocks.pages)
             ]  # fmt: skip
             planes.append(jnp.concatenate(halves, axis=0))
         return self._rows(jnp.concatenate(planes, axis=1))
@@ -459,7 +524,8 @@ class Work:
         place = state.query[lane]
         query = refs.queries[lane, place].reshape(rows, shape.latent)
         tail = refs.tails[lane, place].reshape(2 * rows, LANES)
-        tails = jnp.concatenate([refs.buffer[slot, lane, i, blocks.groups - 1] for i in range(blocks.pages)], axis=0)
+        tails = [refs.buffer[slot, self._place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
+        tails = jnp.concatenate(tails, axis=0)
         score = _dot(query, self._latent(slot, lane), 1)
         both = _dot(tail, self._rows(tails), 1)
         score += jnp.concatenate([both[:rows], both[rows:]], axis=1)
@@ -470,13 +536,9 @@ class Work:
     def _bias(self, lane):
         """0 for keys that are seen, [1, keys] or [Q N, keys]."""
         refs, shape, state = self.refs, self.shape, self.lanes
-        blocks, visible = shape.blocks, shape.visible
-        block, part = state.block[lane], 0
-        first = block * blocks.pages
-        if blocks.parts > 1:
-            first = jax.lax.div(block, blocks.parts)
-            part = block - first * blocks.parts
-        state.block[lane] = block + 1
+        visible = shape.visible
+        first, part = self._split(state.block[lane])
+        state.block[lane] += 1
         place = refs.place[part] + refs.hidden[lane]
         own = state.position[lane] - first * shape.page
         if shape.queries > 1:
@@ -495,9 +557,9 @@ class Work:
 
         Maximum, sum and factor lie in all 128 lanes, since a column would have to be spread for each use.
         """
-        refs = self.refs
+        refs, acc = self.refs, self.lanes.acc[lane]
         keys = score.shape[1]
-        old = refs.top[lane]
+        old = refs.top[acc]
         top = jnp.maximum(old, jnp.max(score, axis=1, keepdims=True))
         fade = jnp.exp2(old - top)
         weight = jnp.exp2(score - _wide(top, keys))
@@ -505,30 +567,32 @@ class Work:
             share = jnp.sum(weight, axis=1, keepdims=True) * (1 / LANES)
         else:
             share = sum(weight[:, i : i + LANES] for i in range(0, keys, LANES))
-        refs.total[lane] = refs.total[lane] * fade + share
-        refs.top[lane] = top
+        refs.total[acc] = refs.total[acc] * fade + share
+        refs.top[acc] = top
         return weight.astype(jnp.bfloat16), fade
 
     def values(self, slot, lane, weight, fade):
         """Adds the weighted latents."""
-        acc = self.refs.acc
-        acc[lane] = acc[lane] * _wide(fade, acc.shape[2]) + _dot(weight, self._latent(slot, lane), 0)
+        refs, acc = self.refs, self.lanes.acc[lane]
+        refs.acc[acc] = refs.acc[acc] * _wide(fade, self.shape.latent) + _dot(weight, self._latent(slot, lane), 0)
 
     def merge(self, lane):
         """What a lane has of a resumed unit, into what lanes before it have; the last one finishes the unit."""
-        refs, into, final = self.refs, self.plan.into[lane], self.plan.final[lane]
+        refs, final, lanes = self.refs, self.plan.final[lane], self.shape.lanes
+        target = self.plan.into[lane]
 
-        @pl.when(into >= 0)
+        @pl.when(target >= 0)
         def _():
-            source = self.shape.lanes + lane
+            into = jnp.where(target < lanes, self.lanes.acc[jnp.minimum(target, lanes - 1)], lanes + target)
+            source = 2 * lanes + lane
             one, other = refs.top[into], refs.top[source]
             top = jnp.maximum(one, other)
             mine, its = jnp.exp2(one - top), jnp.exp2(other - top)
-            refs.acc[into] = refs.acc[into] * _wide(mine, refs.acc.shape[2]) + refs.acc[source] * _wide(its, refs.acc.shape[2])
+            wide = refs.acc.shape[2]
+            refs.acc[into] = refs.acc[into] * _wide(mine, wide) + refs.acc[source] * _wide(its, wide)
             refs.total[into] = refs.total[into] * mine + refs.total[source] * its
             refs.top[into] = top
-
-        pl.when(final >= 0)(lambda: self.finish(into, final))
+            pl.when(final >= 0)(lambda: self.finish(into, final))
 
     # The whole
 
@@ -537,30 +601,36 @@ class Work:
         state, refs, shape = self.lanes, self.refs, self.shape
 
         def lane(i, carry):
-            for ref in (state.fetch_block, state.fetch_last, state.fetch_window, state.block, state.resumed):
+            for ref in (state.fetch_block, state.fetch_window, state.fetch_query, state.block, state.resumed, state.query):
                 ref[i] = 0
-            for ref in (state.fetch_query, state.query):
-                ref[i] = 0
-            state.unit[i] = -1
+            state.fetch_last[i] = state.unit[i] = -1
             state.position[i] = -_FAR
+            state.acc[i] = 2 * i
             refs.ids[2 * i, 0, 0] = 0
             if shape.queries > 1:  # a unit may have fewer tokens
                 refs.queries[i] = jnp.zeros(refs.queries.shape[1:], refs.queries.dtype)
                 refs.tails[i] = jnp.zeros(refs.tails.shape[1:], refs.tails.dtype)
-            refs.acc[i] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
-            refs.total[i] = jnp.zeros(refs.total.shape[1:], jnp.float32)
-            refs.top[i] = jnp.full(refs.top.shape[1:], _LOWEST, jnp.float32)
+            self._reset(2 * i)
             return carry
 
         jax.lax.fori_loop(0, shape.lanes, lane, None)
-        for i in range(4):
-            state.cursor[i] = 0
-        for i in range(STAGES + 2):
-            state.staged[i] = 0
+        for ref in (state.cursor, state.ended, state.leaving):
+            for i in range(ref.shape[0]):
+                ref[i] = 0
         refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
         refs.blank[...] = jnp.zeros(refs.blank.shape, refs.blank.dtype)
         refs.blank_lse[...] = jnp.full(refs.blank_lse.shape, -jnp.inf, jnp.float32)
         self.clear(0, self.plan.scalars[2])
+        if not self.interpreted:  # places that nothing comes to are multiplied too
+
+            def place(i, carry):
+                groups = shape.blocks.groups
+                blank = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
+                for slot in range(BUFFERS):
+                    refs.buffer[slot, pl.ds(i * groups, groups)] = blank
+                return carry
+
+            jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, place, None)
 
     def ahead(self, step):
         """Events of steps to come: what is fetched changes at step + 2, and ids for step + 3 are asked for."""
@@ -574,11 +644,7 @@ class Work:
 
         def first(i, carry):
             self.ahead(i - 3)
-
-            @pl.when((i >= 1) & (i - 1 < steps))
-            def _():
-                self.fetch_all(i - 1)
-
+            pl.when(i >= 1)(lambda: self.fetch_all(i - 1))
             return carry
 
         jax.lax.fori_loop(0, 3, first, None)
@@ -586,40 +652,59 @@ class Work:
 
         def step(s, carry):
             slot = jax.lax.rem(s, BUFFERS)
-            coming = jax.lax.rem(s + 2, BUFFERS)
             self.ahead(s)
+            for i in range(shape.slots):
+                self._drain((s & 1) * shape.slots + i)
             self.take(slot)
             self.at(2, s + 1, lambda event: self.wipe(slot, event))
             self.hide(slot)
-            pl.when(s + 2 < steps)(lambda: self._fetch_straight(coming))
-            self.multiply(slot)
+            self.advance(s, slot)
+            self.send_ended(s)
             state.cursor[2] = self.at(2, s + 1, self.change)
             return carry
 
         jax.lax.fori_loop(0, steps, step, None)
+        for i in range(shape.slots):
+            self._drain((steps & 1) * shape.slots + i)
+            self.normalise(state.ended[1 + i], (steps & 1) * shape.slots + i)
+        self.send_ended(steps)
 
         def last(i, carry):
             self.merge(shape.lanes - 1 - i)
             return carry
 
         jax.lax.fori_loop(0, shape.lanes, last, None)
-        for stage in range(STAGES):
+        for stage in range(2 * shape.slots + 1):
             self._drain(stage)
+        for ahead in range(2):
+            self.take(jax.lax.rem(steps + ahead, BUFFERS))
 
         def cleared(t, carry):
             for copy in self._blank(0):
                 copy.wait()
             return carry
 
-        jax.lax.fori_loop(0, state.staged[STAGES], cleared, None)
+        jax.lax.fori_loop(0, state.leaving[2 * shape.slots + 1], cleared, None)
 
-    def _fetch_straight(self, slot):
-        lowest = [self.fetch(lane, slot) for lane in range(self.shape.lanes)]
-        while len(lowest) > 1:
-            lowest = [jnp.minimum(a, b) for a, b in zip(lowest[::2], lowest[1::2], strict=False)] + lowest[
-                len(lowest) // 2 * 2 :
-            ]
-        self.lanes.lowest[slot] = lowest[0]
+    def advance(self, step, slot):
+        """The straight-line code: blocks of step + 2 are sent for, ended units normalised, blocks multiplied."""
+        coming = jax.lax.rem(step + 2, BUFFERS)
+        fetched = []
+        for i in range(self.shape.slots):
+            self.normalise(self.lanes.ended[1 + i], (step & 1) * self.shape.slots + i)
+        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
+        lowest, groups = zip(*fetched, strict=True)
+        self.lanes.lowest[coming] = _tree(jnp.minimum, lowest)
+        self.lanes.fetched[coming] = _tree(jnp.add, groups)
+
+
+def _tree(operation, values):
+    """Values joined pairwise, for a short chain."""
+    values = list(values)
+    while len(values) > 1:
+        odd = values[len(values) // 2 * 2 :]
+        values = [operation(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
+    return values[0]
 
 
 def _next(place, count):
@@ -643,9 +728,9 @@ def _along_lanes(x):
     return jnp.sum(jnp.where(row == lane, x, 0.0), axis=0, keepdims=True)
 
 
-def kernel(*refs, shape: Shape, widen: bool):
+def kernel(*refs, shape: Shape, interpreted: bool):
     """See the module; `refs` are a plan, then `Refs` with `Lanes` spread out at its end."""
     count = len(plans.Plan._fields)
     rest = len(Refs._fields) - 1
     plan = plans.Plan(*refs[:count])
-    Work(shape, plan, Refs(*refs[count : count + rest], Lanes(*refs[count + rest :])), widen).run()
+    Work(shape, plan, Refs(*refs[count : count + rest], Lanes(*refs[count + rest :])), interpreted).run()

@@ -16,7 +16,8 @@ class Tiles(NamedTuple):
     lanes: int
     keys: int
     groups: int
-    vmem: int = 100 << 20
+    slots: int = 2
+    vmem: int = 60 << 20
 
 
 def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> Tiles:
