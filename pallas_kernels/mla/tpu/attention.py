@@ -64,18 +64,17 @@ def _launch(
         pltpu.VMEM((stages, queries, tiles_of_heads, LANES), jnp.float32),
         pltpu.VMEM((shape.heads, shape.latent), query.dtype),
         pltpu.VMEM((tiles_of_heads, LANES), jnp.float32),
-        pltpu.SMEM((2 * lanes, 1, table.shape[-1]), jnp.int32),
+        pltpu.SMEM(((2 * lanes + 1) * table.shape[-1],), jnp.int32),
         pltpu.SemaphoreType.DMA((BUFFERS,)),
-        pltpu.SemaphoreType.DMA((lanes,)),
+        pltpu.SemaphoreType.DMA((lanes + 1,)),
         pltpu.SemaphoreType.DMA((lanes, BUFFERS)),
         pltpu.SemaphoreType.DMA((stages,)),
         pltpu.SemaphoreType.DMA(()),
-        *[pltpu.SMEM((lanes,), jnp.int32)] * 10,
-        pltpu.SMEM((BUFFERS, lanes * blocks.pages), jnp.int32),
+        *[pltpu.SMEM((lanes,), jnp.int32)] * 12,
+        pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((BUFFERS,), jnp.int32),
-        pltpu.SMEM((BUFFERS,), jnp.int32),
-        pltpu.SMEM((4,), jnp.int32),
-        pltpu.SMEM((1 + 2 * max(shape.slots, 1),), jnp.int32),
+        pltpu.SMEM((3,), jnp.int32),
+        pltpu.SMEM((1 + 4 * max(shape.slots, 1),), jnp.int32),
         pltpu.SMEM((stages + 1,), jnp.int32),
     ]
     assert len(scratch) == 17 + len(Lanes._fields)
@@ -175,13 +174,14 @@ def _class(
     window = min(-(-columns // blocks.pages), _WINDOW // blocks.pages) * blocks.pages
     windows = -(-columns // window)
     shape = Shape(
-        lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards, pages=pages,
+        lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards,
         visible=visible, groups=tiles.groups, window=window, slots=tiles.slots,
     )  # fmt: skip
-    units = units_of(rows, here, count, queries, most, blocks, columns, shards, visible)
-    work = plan(units, tiles.lanes, blocks.parts, shape.window_blocks, windows, layer, lead)
+    null = jnp.asarray(layer, jnp.int32) * pages
+    units = units_of(rows, here, count, queries, most, blocks, table, shards, visible)
+    work = plan(units, tiles.lanes, blocks, shape.page, window, windows, lead, null)
     ids = jnp.pad(table, ((0, 0), (0, windows * window - columns))).reshape(-1, 1, window)
-    ids = jnp.pad(ids, ((0, 0), (0, 0), (0, -window % LANES)))
+    ids = jnp.pad(ids + null, ((0, 0), (0, 0), (0, -window % LANES)))
     if not interpret:
         # Small as it is, the compiler would else move it into vector memory first.
         ids = pltpu.with_memory_space_constraint(ids, pltpu.HBM)

@@ -27,7 +27,6 @@ from pallas_kernels.mla.visible import Visible
 BUFFERS = 3
 # Scores of keys that are not seen, and the maximum to begin with, which is above: their weight is 0 from the start.
 _UNSEEN, _LOWEST = -(2.0**100), -(2.0**90)
-_FAR = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Shape:
       latent: L.
       blocks: the cut of the keys.
       shards: ranks that the token axis is striped over.
-      pages: of a layer of the pool.
       visible: what a query sees.
       groups: in how many parts lanes go through the stages; with more than one the products of scores of a part stand
         between the products of values of the part before.
@@ -55,7 +53,6 @@ class Shape:
     latent: int
     blocks: Blocks
     shards: int
-    pages: int
     visible: Visible
     groups: int
     window: int
@@ -71,33 +68,32 @@ class Shape:
         """Positions of a column of the block table."""
         return self.blocks.rows * self.shards
 
-    @property
-    def window_blocks(self) -> int:
-        return self.window // self.blocks.pages * self.blocks.parts
-
 
 class Lanes(NamedTuple):
-    """Scalar memory, [lanes] each unless said otherwise.
+    """State in scalar memory, [lanes] each unless said otherwise.
 
-    Fetching, two steps ahead: block and last column within the window, the window's place, the query's place. Working:
-    block, unit (-1: none), position of its first token, whether it was resumed, the query's place, and the accumulator.
+    Fetching, two steps ahead: next block (its column where pages are no larger than blocks), first and last column to
+    read, all as places in `ids`; which of two windows that is, and where the query goes. Working: block, position of
+    the unit's first token, end of its row, the query's place, the accumulator, the one before, and where the unit's row of
+    the table begins if it has null blocks.
     """
 
-    fetch_block: Any
-    fetch_last: Any
-    fetch_window: Any
-    fetch_query: Any
+    at: Any
+    low: Any
+    last: Any
+    window: Any
+    asked: Any
     block: Any
-    unit: Any
     position: Any
-    resumed: Any
+    end: Any
     query: Any
     acc: Any
-    pages: Any  # [BUFFERS, lanes * pages] page ids of the blocks in the buffers
-    lowest: Any  # [BUFFERS] smallest of them
+    kept: Any
+    row: Any
+    nulls: Any  # [2] lanes at units with null blocks, and whether `hidden` is not all 0
     fetched: Any  # [BUFFERS] groups of rows on their way
-    cursor: Any  # [4] next events: for windows, to fetch, to work, and whether `hidden` is not all 0
-    ended: Any  # [1 + 2 slots] units to be finished in this step: their number, accumulators, and which they are
+    cursor: Any  # [3] next events: to ask for windows, to fetch, to work
+    ended: Any  # [1 + 4 slots] units to be finished in this step: how many; of each accumulator, token, count, gap
     leaving: Any  # [2 slots + 2] tokens on their way out of each stage; the last counts slack tokens cleared
 
 
@@ -107,7 +103,7 @@ class Refs(NamedTuple):
     factor: Any  # VMEM [1, 128] fp32: cache scale
     query: Any  # HBM [T, N, L]
     tail: Any  # HBM [T, 2, N, 128]: [q_pe | 0] and [0 | q_pe]
-    table: Any  # HBM [R windows, 1, window]
+    table: Any  # HBM [windows of all rows, 1, columns of a window, padded] pages of the pool
     cache: Any  # HBM [layers B, groups, n / 2, 128]
     place: Any  # VMEM [parts, 1, keys] positions of keys within a block
     member: Any  # VMEM [1, keys] index of the page a key is in
@@ -117,7 +113,7 @@ class Refs(NamedTuple):
     buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]
     queries: Any  # VMEM [lanes, BUFFERS, Q, N, L]
     tails: Any  # VMEM [lanes, BUFFERS, 2, Q, N, 128]
-    acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes have of resumed units
+    acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes keep of units
     top: Any  # VMEM [3 lanes, Q N, 128] fp32
     total: Any  # VMEM [3 lanes, Q N, 128] fp32
     hidden: Any  # VMEM [lanes, 1, keys] int32: large for keys of null blocks
@@ -125,13 +121,23 @@ class Refs(NamedTuple):
     stage_lse: Any  # VMEM [2 slots + 1, Q, N' / 128, 128]
     blank: Any  # VMEM [N, L] zeros
     blank_lse: Any  # VMEM [N' / 128, 128] -inf
-    ids: Any  # SMEM [2 lanes, 1, window]
+    ids: Any  # SMEM [(2 lanes + 1) * columns of a window]
     arrived: Any  # DMA [BUFFERS]
-    windows: Any  # DMA [lanes]
+    windows: Any  # DMA [lanes + 1]
     asked: Any  # DMA [lanes, BUFFERS]
     left: Any  # DMA [2 slots + 1]
     cleared: Any  # DMA []
     lanes: Lanes
+
+
+class Event:
+    """An event: fields of `plan.Events` by name."""
+
+    def __init__(self, events, index):
+        self._events, self._index, self._count = events, index, events.shape[0] // len(plans.Events._fields)
+
+    def __getattr__(self, name):
+        return self._events[plans.Events._fields.index(name) * self._count + self._index]
 
 
 class Work:
@@ -139,64 +145,77 @@ class Work:
 
     def __init__(self, shape: Shape, plan: plans.Plan, refs: Refs, interpreted: bool):
         self.shape, self.plan, self.refs, self.lanes, self.interpreted = shape, plan, refs, refs.lanes, interpreted
+        self.columns = refs.table.shape[2]
 
     # Events
 
     def at(self, which, step, body):
-        """Runs body(event) for the events of a step and moves on."""
+        """Runs body(event) for the events of a step; returns the first event behind them."""
 
         def one(carry):
-            event, _ = carry
-            body(event)
-            return event + 1, self.plan.step[event + 1]
+            index, _ = carry
+            body(Event(self.plan.events, index))
+            return index + 1, self.plan.events[index + 1]
 
-        event = self.lanes.cursor[which]
-        event, _ = jax.lax.while_loop(lambda c: c[1] == step, one, (event, self.plan.step[event]))
-        return event
+        index = self.lanes.cursor[which]
+        index, _ = jax.lax.while_loop(lambda c: c[1] == step, one, (index, self.plan.events[index]))
+        return index
 
     def ask_window(self, event):
         """Page ids of the event's window, into the place that the lane does not fetch from."""
-        lane, kind = self.plan.lane[event], self.plan.kind[event]
-
-        @pl.when(kind <= plans.RESUME)
-        def _():
-            self._window(lane, self.plan.window[event], 1 - self.lanes.fetch_window[lane]).start()
+        lane, window = event.lane, event.window
+        pl.when(window >= 0)(lambda: self._window(lane, window, 1 - self.lanes.window[lane]).start())
 
     def _window(self, lane, row, place):
+        begin = pl.multiple_of((2 * lane + place) * self.columns, self.columns)
         return pltpu.make_async_copy(
-            self.refs.table.at[row], self.refs.ids.at[2 * lane + place], self.refs.windows.at[lane]
+            self.refs.table.at[row, 0], self.refs.ids.at[pl.ds(begin, self.columns)], self.refs.windows.at[lane]
         )
 
     def turn(self, event):
         """The lane fetches other blocks from now on, and the query that goes with them."""
-        state, plan, shape = self.lanes, self.plan, self.shape
-        lane, kind, unit = plan.lane[event], plan.kind[event], plan.unit[event]
+        state, shape = self.lanes, self.shape
+        lane, following = event.lane, event.next
 
-        @pl.when((kind == plans.DONE) | (kind == plans.CUT))
+        @pl.when(event.window >= 0)
         def _():
-            state.fetch_block[lane] = 0
-            state.fetch_last[lane] = -1  # nothing
-
-        @pl.when(kind <= plans.RESUME)
-        def _():
-            place = 1 - state.fetch_window[lane]
+            place = 1 - state.window[lane]
             self._window(lane, 0, place).wait()
-            state.fetch_window[lane] = place
-            skipped = jax.lax.div(plan.block[event], shape.window_blocks)
-            state.fetch_block[lane] = plan.block[event] - skipped * shape.window_blocks
-            state.fetch_last[lane] = jnp.minimum(plan.column[unit] - skipped * shape.window, shape.window - 1)
+            state.window[lane] = place
+            begin = (2 * lane + place) * self.columns
+            blocks = shape.blocks
+            state.at[lane] = event.at * blocks.pages + begin * blocks.parts
+            state.last[lane] = event.last + begin
+            if shape.visible.window is not None:
+                state.low[lane] = event.low + begin
 
-        @pl.when((kind == plans.BEGIN) | (kind == plans.RESUME))
+        @pl.when(following == plans.NOTHING)
         def _():
-            place = _next(state.fetch_query[lane], BUFFERS)
-            state.fetch_query[lane] = place
+            state.last[lane] = -1
 
-            def token(t, carry):
-                for copy in self._query(lane, place, plan.token[unit] + t, t):
+        @pl.when(following == plans.OTHER)
+        def _():
+            place = _next(state.asked[lane], BUFFERS)
+            state.asked[lane] = place
+            token = event.token
+
+            def ask(t):
+                for copy in self._query(lane, place, token + t, t):
                     copy.start()
-                return carry
 
-            jax.lax.fori_loop(0, plan.count[unit], token, None)
+            self._each(event.count, ask)
+
+    def _each(self, count, body):
+        """body(t) for the tokens of a unit, of which there is one at least."""
+        if self.shape.queries == 1:
+            body(0)
+            return
+
+        def one(t, carry):
+            body(t)
+            return carry
+
+        jax.lax.fori_loop(0, count, one, None)
 
     def _query(self, lane, place, token, t):
         refs, sem = self.refs, self.refs.asked.at[lane, place]
@@ -207,42 +226,54 @@ class Work:
 
     def change(self, event):
         """Behind the last block of a unit: it leaves, and the lane takes up the next."""
-        state, plan, refs = self.lanes, self.plan, self.refs
-        lane, kind, unit = plan.lane[event], plan.kind[event], state.unit[plan.lane[event]]
-        ends = (kind != plans.MORE) & (kind != plans.PART) & (unit >= 0)
+        state, refs, shape = self.lanes, self.refs, self.shape
+        lane, following, old = event.lane, event.next, event.old
         acc = state.acc[lane]
 
-        @pl.when(ends & (state.resumed[lane] == 1))
+        @pl.when(old == plans.KEEP)
         def _():
             for ref in (refs.acc, refs.top, refs.total):
-                ref[2 * self.shape.lanes + lane] = ref[acc]
+                ref[2 * shape.lanes + lane] = ref[acc]
 
-        pl.when(ends & (state.resumed[lane] == 0) & (kind != plans.CUT))(lambda: self._end(acc, unit))
-
-        @pl.when((kind == plans.DONE) | (kind == plans.CUT))
+        @pl.when(old == plans.FINISH)
         def _():
-            state.unit[lane] = -1
-            state.position[lane] = -_FAR
+            # Finished beside the products of the next step if there is a slot.
+            ended, slots = state.ended, shape.slots
+            count, unit = ended[0], (event.old_token, event.old_count, event.old_gap)
 
-        @pl.when((kind == plans.BEGIN) | (kind == plans.RESUME))
+            @pl.when(count < slots)
+            def _():
+                ended[0] = count + 1
+                ended[1 + count] = acc
+                for i, field in enumerate(unit):
+                    ended[1 + (i + 1) * slots + count] = field
+
+            pl.when(count >= slots)(lambda: self.finish(acc, *unit))
+
+        @pl.when(following != plans.SAME)
         def _():
-            new = plan.unit[event]
-            state.unit[lane] = new
-            state.position[lane] = plan.position[new]
-            state.block[lane] = plan.block[event]
-            state.resumed[lane] = (kind == plans.RESUME).astype(jnp.int32)
+            state.nulls[0] -= (state.row[lane] >= 0).astype(jnp.int32)
+            row = event.row
+            state.row[lane] = row
+            state.nulls[0] += (row >= 0).astype(jnp.int32)
+            state.block[lane] = event.block
+            state.kept[lane] = acc
+            state.acc[lane] = 2 * lane + 1 - (acc & 1)
+            state.position[lane] = jnp.where(following == plans.OTHER, event.position, -plans.FAR)
+            if not shape.visible.causal:
+                state.end[lane] = jnp.where(following == plans.OTHER, event.end, -plans.FAR)
+
+        @pl.when(following == plans.OTHER)
+        def _():
             place = _next(state.query[lane], BUFFERS)
             state.query[lane] = place
 
-            def token(t, carry):
+            def wait(t):
                 for copy in self._query(lane, place, 0, 0):
                     copy.wait()
-                return carry
 
-            jax.lax.fori_loop(0, plan.count[new], token, None)
-            other = 2 * lane + 1 - (acc & 1)
-            state.acc[lane] = other
-            self._reset(other)
+            self._each(event.count, wait)
+            self._reset(2 * lane + 1 - (acc & 1))
 
     def _reset(self, acc):
         refs = self.refs
@@ -250,25 +281,14 @@ class Work:
         refs.total[acc] = jnp.zeros(refs.total.shape[1:], jnp.float32)
         refs.top[acc] = jnp.full(refs.top.shape[1:], _LOWEST, jnp.float32)
 
-    def _end(self, acc, unit):
-        """A unit is complete: it is finished beside the products of the next step if there is a slot."""
-        ended, slots = self.lanes.ended, self.shape.slots
-        count = ended[0]
+    # Outputs
 
-        @pl.when(count < slots)
-        def _():
-            ended[1 + count] = acc
-            ended[1 + slots + count] = unit
-            ended[0] = count + 1
-
-        pl.when(count >= slots)(lambda: self.finish(acc, unit))
-
-    def finish(self, acc, unit):
+    def finish(self, acc, token, count, gap):
         """Finishes a unit now."""
         stage = 2 * self.shape.slots
         self._drain(stage)
         self.normalise(acc, stage)
-        self.send(stage, unit)
+        self.send(stage, token, count, gap)
 
     def normalise(self, acc, stage):
         """An accumulator to output and LSE in a stage."""
@@ -286,26 +306,23 @@ class Work:
                     lse[t * heads + first : t * heads + min(first + LANES, heads)]
                 )
 
-    def send(self, stage, unit):
+    def send(self, stage, token, count, gap):
         """A stage to the unit's tokens, and zeros to the slack behind them."""
-        plan = self.plan
-        count, token = plan.count[unit], plan.token[unit]
 
-        def one(t, carry):
+        def one(t):
             for copy in self._leave(stage, t, token + t):
                 copy.start()
-            return carry
 
-        jax.lax.fori_loop(0, count, one, None)
+        self._each(count, one)
         self.lanes.leaving[stage] = count
-        self.clear(token + count, plan.gap[unit])
+        pl.when(gap > 0)(lambda: self.clear(token + count, gap))
 
     def send_ended(self, step):
         """What `normalise` has put into this step's stages."""
         ended, slots = self.lanes.ended, self.shape.slots
 
         def one(i, carry):
-            self.send((step & 1) * slots + i, ended[1 + slots + i])
+            self.send((step & 1) * slots + i, *(ended[1 + f * slots + i] for f in range(1, 4)))
             return carry
 
         jax.lax.fori_loop(0, ended[0], one, None)
@@ -350,48 +367,43 @@ class Work:
     # Blocks
 
     def fetch(self, lane, slot):
-        """Starts the copies of a lane's next block; returns the smallest page id and how many groups come.
+        """Starts the copies of a lane's next block; returns how many pages come.
 
-        Pages behind the last one are copies of size 0, and the place for them keeps what it had, which is finite. An
-        interpreter has no copies of a size not known before; there the first page comes again.
+        Pages that are not to be read are copies of size 0, and the place for them keeps what it had, which is finite.
+        An interpreter has no copies of a size not known before; there some page comes.
         """
         state, refs, blocks = self.lanes, self.refs, self.shape.blocks
-        block, last = state.fetch_block[lane], state.fetch_last[lane]
-        ids = 2 * lane + state.fetch_window[lane]
-        first, part = self._split(block)
-        found, groups = [], []
+        at, last = state.at[lane], state.last[lane]
+        low = None if self.shape.visible.window is None else state.low[lane]
+        first, part = at, 0
+        if blocks.parts > 1:
+            first = jax.lax.div(at, blocks.parts)
+            part = at - first * blocks.parts
+        came = jnp.clip(last + 1 - first, 0, blocks.pages)
+        if low is not None:
+            came = jnp.maximum(came - jnp.maximum(low - first, 0), 0)
         for i in range(blocks.pages):
-            there = first + i <= last
-            column = jnp.where(there, first + i, jnp.where(first <= last, first, 0))
-            page = refs.ids[ids, 0, column]
-            state.pages[slot, lane * blocks.pages + i] = page
-            found.append(page)
-            count = blocks.groups if self.interpreted else jnp.where(there, blocks.groups, 0)
-            groups.append(count)
-            rows = pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)
-            source = refs.cache.at[self.plan.scalars[1] * self.shape.pages + page, pl.ds(0, count), rows]
-            target = refs.buffer.at[slot, pl.ds((lane * blocks.pages + i) * blocks.groups, count)]
+            column, count = first + i, blocks.groups
+            if self.interpreted:
+                column = jnp.minimum(column, jnp.maximum(last, (2 * lane + state.window[lane]) * self.columns))
+            else:
+                there = column <= last if low is None else (column <= last) & (column >= low)
+                count = jnp.where(there, count, 0)
+            source = refs.cache.at[refs.ids[column], pl.ds(0, count)]
+            if blocks.parts > 1:
+                source = source.at[:, pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)]
+            target = refs.buffer.at[slot, pl.ds(self._place(lane, i, 0), count)]
             pltpu.make_async_copy(source, target, refs.arrived.at[slot]).start()
-        state.fetch_block[lane] = block + 1
-        return _tree(jnp.minimum, found), sum(groups)
-
-    def _split(self, block):
-        """First column of a block, and which part of its page it is."""
-        blocks = self.shape.blocks
-        if blocks.parts == 1:
-            return block * blocks.pages, 0
-        column = jax.lax.div(block, blocks.parts)
-        return column, block - column * blocks.parts
+        state.at[lane] = at + blocks.pages
+        return came
 
     def fetch_all(self, slot):
         """A step's blocks in a loop over lanes, for the first steps."""
-        lowest, fetched = self.lanes.lowest, self.lanes.fetched
-        lowest[slot], fetched[slot] = _FAR, 0
+        fetched = self.lanes.fetched
+        fetched[slot] = 0
 
         def one(lane, carry):
-            low, groups = self.fetch(lane, slot)
-            lowest[slot] = jnp.minimum(lowest[slot], low)
-            fetched[slot] += groups
+            fetched[slot] += self.fetch(lane, slot) * self.shape.blocks.groups
             return carry
 
         jax.lax.fori_loop(0, self.shape.lanes, one, None)
@@ -404,27 +416,31 @@ class Work:
         pltpu.make_async_copy(whole, whole, refs.arrived.at[slot]).wait()
 
     def wipe(self, slot, event):
-        """Zeros to rows that the cache does not have yet, before blocks with a unit's last page are multiplied: 0 * NaN is NaN."""
-        state, plan, blocks = self.lanes, self.plan, self.shape.blocks
-        lane = plan.lane[event]
-        unit, block = state.unit[lane], state.block[lane]
+        """Zeros to rows that the cache does not have yet, before the page is multiplied: 0 * NaN is NaN."""
+        lane, dirty, end, blocks = event.lane, event.page, event.page_end, self.shape.blocks
 
-        @pl.when(unit >= 0)
+        @pl.when(dirty >= 0)
         def _():
-            first, part = self._split(block)
-            column = plan.column[unit]
-            dirty = column - first
-            end = plan.end[unit] - column * self.shape.page
-            # An interpreter has the only page of a block in all places.
-            stop = jnp.where((dirty == 0) & self.interpreted, blocks.pages, dirty + 1)
+            part = 0
+            if blocks.parts > 1:
+                part = self._split(self.lanes.block[lane])[1]
 
-            @pl.when((end < self.shape.page) & (dirty >= 0) & (dirty < blocks.pages))
-            def _():
-                def page(i, carry):
-                    self._wipe_page(slot, lane, i, part, end)
-                    return carry
+            def page(i, carry):
+                self._wipe_page(slot, lane, i, part, end)
+                return carry
 
-                jax.lax.fori_loop(dirty, stop, page, None)
+            if self.interpreted:  # has the last page in all places behind it
+                jax.lax.fori_loop(dirty, blocks.pages, page, None)
+            else:
+                page(dirty, None)
+
+    def _split(self, block):
+        """First column of a block, and which part of its page it is."""
+        blocks = self.shape.blocks
+        if blocks.parts == 1:
+            return block * blocks.pages, 0
+        column = jax.lax.div(block, blocks.parts)
+        return column, block - column * blocks.parts
 
     def _wipe_page(self, slot, lane, page, part, end):
         """Keeps rows at positions below `end` of a page, whole words of the rows at a time."""
@@ -444,32 +460,44 @@ class Work:
                 refs.buffer[slot, self._place(lane, page, group)] = pltpu.bitcast(words, rows.dtype)
 
     def hide(self, slot):
-        """Keys of null blocks, if a block of the step has any: not seen, and wiped."""
+        """Keys of null blocks, where a lane is at a unit that has some: not seen, and wiped."""
         state, refs, shape = self.lanes, self.refs, self.shape
+        blocks, spare = shape.blocks, 2 * shape.lanes * self.columns
 
-        @pl.when(state.cursor[3] == 1)
+        @pl.when(state.nulls[1] == 1)
         def _():
-            state.cursor[3] = 0
+            state.nulls[1] = 0
             refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
 
-        @pl.when(state.lowest[slot] == 0)
+        def lane(i, carry):
+            @pl.when(state.row[i] >= 0)
+            def _():
+                first = self._split(state.block[i])[0]
+                window = jax.lax.div(first, shape.window)
+                ids = refs.ids.at[pl.ds(spare, self.columns)]
+                copy = pltpu.make_async_copy(
+                    refs.table.at[state.row[i] + window, 0], ids, refs.windows.at[shape.lanes]
+                )  # fmt: skip
+                copy.start()
+                copy.wait()
+
+                def page(j, carry):
+                    @pl.when(refs.ids[spare + first - window * shape.window + j] == self.plan.scalars[2])
+                    def _():
+                        refs.hidden[i] = jnp.where(refs.member[...] == j, plans.FAR, refs.hidden[i])
+                        blank = jnp.zeros((blocks.groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
+                        refs.buffer[slot, pl.ds(self._place(i, j, 0), blocks.groups)] = blank
+
+                    return carry
+
+                jax.lax.fori_loop(0, blocks.pages, page, None)
+
+            return carry
+
+        @pl.when(state.nulls[0] > 0)
         def _():
-            state.cursor[3] = 1
-
-            def page(index, carry):
-                lane = jax.lax.div(index, shape.blocks.pages)
-                i = index - lane * shape.blocks.pages
-
-                @pl.when(state.pages[slot, index] == 0)
-                def _():
-                    refs.hidden[lane] = jnp.where(refs.member[...] == i, _FAR, refs.hidden[lane])
-                    groups = shape.blocks.groups
-                    blank = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
-                    refs.buffer[slot, pl.ds(index * groups, groups)] = blank
-
-                return carry
-
-            jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, page, None)
+            state.nulls[1] = 1
+            jax.lax.fori_loop(0, shape.lanes, lane, None)
 
     def _place(self, lane, page, group):
         """Where a group of a page lies in a buffer."""
@@ -543,11 +571,7 @@ class Work:
         own = state.position[lane] - first * shape.page
         if shape.queries > 1:
             own += jax.lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0) // shape.heads
-        if visible.causal:
-            seen = place <= own
-        else:
-            end = jnp.where(state.unit[lane] >= 0, self.plan.end[jnp.maximum(state.unit[lane], 0)], -_FAR)
-            seen = place < end - first * shape.page
+        seen = place <= own if visible.causal else place < state.end[lane] - first * shape.page
         if visible.window is not None:
             seen &= place > own - visible.window
         return jnp.where(seen, 0.0, _UNSEEN)
@@ -578,12 +602,12 @@ class Work:
 
     def merge(self, lane):
         """What a lane has of a resumed unit, into what lanes before it have; the last one finishes the unit."""
-        refs, final, lanes = self.refs, self.plan.final[lane], self.shape.lanes
-        target = self.plan.into[lane]
+        refs, lanes = self.refs, self.shape.lanes
+        target, count, token, gap = (self.plan.joins[4 * (lanes - 1 - lane) + i] for i in range(4))
 
         @pl.when(target >= 0)
         def _():
-            into = jnp.where(target < lanes, self.lanes.acc[jnp.minimum(target, lanes - 1)], lanes + target)
+            into = jnp.where(target < lanes, self.lanes.kept[jnp.minimum(target, lanes - 1)], lanes + target)
             source = 2 * lanes + lane
             one, other = refs.top[into], refs.top[source]
             top = jnp.maximum(one, other)
@@ -592,7 +616,7 @@ class Work:
             refs.acc[into] = refs.acc[into] * _wide(mine, wide) + refs.acc[source] * _wide(its, wide)
             refs.total[into] = refs.total[into] * mine + refs.total[source] * its
             refs.top[into] = top
-            pl.when(final >= 0)(lambda: self.finish(into, final))
+            pl.when(count > 0)(lambda: self.finish(into, token, count, gap))
 
     # The whole
 
@@ -601,12 +625,13 @@ class Work:
         state, refs, shape = self.lanes, self.refs, self.shape
 
         def lane(i, carry):
-            for ref in (state.fetch_block, state.fetch_window, state.fetch_query, state.block, state.resumed, state.query):
+            for ref in (state.at, state.window, state.asked, state.query, state.block):
                 ref[i] = 0
-            state.fetch_last[i] = state.unit[i] = -1
-            state.position[i] = -_FAR
+            state.last[i] = state.row[i] = -1
+            state.low[i] = 0
+            state.position[i] = state.end[i] = -plans.FAR
             state.acc[i] = 2 * i
-            refs.ids[2 * i, 0, 0] = 0
+            refs.ids[2 * i * self.columns] = self.plan.scalars[2]
             if shape.queries > 1:  # a unit may have fewer tokens
                 refs.queries[i] = jnp.zeros(refs.queries.shape[1:], refs.queries.dtype)
                 refs.tails[i] = jnp.zeros(refs.tails.shape[1:], refs.tails.dtype)
@@ -614,13 +639,13 @@ class Work:
             return carry
 
         jax.lax.fori_loop(0, shape.lanes, lane, None)
-        for ref in (state.cursor, state.ended, state.leaving):
+        for ref in (state.nulls, state.cursor, state.ended, state.leaving):
             for i in range(ref.shape[0]):
                 ref[i] = 0
         refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
         refs.blank[...] = jnp.zeros(refs.blank.shape, refs.blank.dtype)
         refs.blank_lse[...] = jnp.full(refs.blank_lse.shape, -jnp.inf, jnp.float32)
-        self.clear(0, self.plan.scalars[2])
+        self.clear(0, self.plan.scalars[1])
         if not self.interpreted:  # places that nothing comes to are multiplied too
 
             def place(i, carry):
@@ -689,13 +714,11 @@ class Work:
     def advance(self, step, slot):
         """The straight-line code: blocks of step + 2 are sent for, ended units normalised, blocks multiplied."""
         coming = jax.lax.rem(step + 2, BUFFERS)
-        fetched = []
+        fetched = [self.fetch(lane, coming) for lane in range(self.shape.lanes)]
+        self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
+        self.multiply(slot)
         for i in range(self.shape.slots):
             self.normalise(self.lanes.ended[1 + i], (step & 1) * self.shape.slots + i)
-        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
-        lowest, groups = zip(*fetched, strict=True)
-        self.lanes.lowest[coming] = _tree(jnp.minimum, lowest)
-        self.lanes.fetched[coming] = _tree(jnp.add, groups)
 
 
 def _tree(operation, values):

@@ -15,11 +15,13 @@ from pallas_kernels.mla.tpu.blocks import Blocks
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, tiles
 
-# Kinds of events: the lane goes on with the next window of the block table, begins a unit, goes on with one that the
-# lane before began, has no more to do, leaves the rest of its unit to the next lane and has no more to do, or has come
-# past a part of the last page of its unit.
-MORE, BEGIN, RESUME, DONE, CUT, PART = range(6)
+# What happens to the unit that a lane has been working on: nothing, it is complete, or the lane's share of it is kept
+# to be merged with those of other lanes.
+GO_ON, FINISH, KEEP = range(3)
+# And what the lane does next: the same unit, another one, or nothing.
+SAME, OTHER, NOTHING = range(3)
 _NEVER = 1 << 30
+FAR = 1 << 29
 
 
 class Units(NamedTuple):
@@ -32,9 +34,10 @@ class Units(NamedTuple):
       end: first position that its row does not have.
       first: first block it sees.
       blocks: how many it sees.
-      column: last column of the block table it sees.
+      low, column: first and last column of the block table it sees.
       gap: slack tokens behind its tokens, up to the next row.
       row: of the block table.
+      nulls: 1 if one of the blocks it sees is null.
     """
 
     token: Int32[Array, "U"]
@@ -46,33 +49,62 @@ class Units(NamedTuple):
     column: Int32[Array, "U"]
     gap: Int32[Array, "U"]
     row: Int32[Array, "U"]
+    low: Int32[Array, "U"]
+    nulls: Int32[Array, "U"]
+
+
+class Events(NamedTuple):
+    """What changes in a lane, sorted by step; the last is never reached. A field of all events lies together.
+
+    Attributes:
+      step: the first in which it holds.
+      lane: whose.
+      next: SAME, OTHER or NOTHING.
+      window: row of the table of windows that page ids come from now; -1: as before.
+      at, low, last: next block within the window, and first and last column there that are read.
+      block, position, end, token, count: of the unit; see `Units`.
+      row: of the table of windows, where the unit's begin; -1 if none of its blocks is null.
+      old: GO_ON, FINISH or KEEP.
+      old_token, old_count, old_gap: of the unit that ends.
+      page, page_end: place in the block before of the page that is only written up to a position, that position
+        relative to the page's first; page is -1 if there is none.
+    """
+
+    step: Int32[Array, "E"]
+    lane: Int32[Array, "E"]
+    next: Int32[Array, "E"]
+    window: Int32[Array, "E"]
+    at: Int32[Array, "E"]
+    low: Int32[Array, "E"]
+    last: Int32[Array, "E"]
+    block: Int32[Array, "E"]
+    position: Int32[Array, "E"]
+    end: Int32[Array, "E"]
+    token: Int32[Array, "E"]
+    count: Int32[Array, "E"]
+    row: Int32[Array, "E"]
+    old: Int32[Array, "E"]
+    old_token: Int32[Array, "E"]
+    old_count: Int32[Array, "E"]
+    old_gap: Int32[Array, "E"]
+    page: Int32[Array, "E"]
+    page_end: Int32[Array, "E"]
 
 
 class Plan(NamedTuple):
-    """Attributes:
-    scalars: [4] steps, layer, slack tokens before the first row.
-    step, lane, kind, unit, block: [E] events in the order of their steps; the last is never reached.
-    window: [E] row of the table of windows that the event's blocks lie in.
-    token, count, position, end, column, gap: [U] see `Units`.
-    into, final: [lanes] where what a lane has of a resumed unit is merged into (-1: nothing), and the unit that
-      is complete then (-1: none).
+    """Operands for scalar prefetch.
+
+    Attributes:
+      scalars: [3] steps, slack tokens before the first row, the null block as a page of the pool.
+      events: `Events`, one field after another.
+      joins: for each lane from the last to the first, [4]: where its share of a unit that lanes before it began is
+        merged into (-1: it has none; below `lanes` that lane's accumulator, else that lane's share), and if that
+        completes the unit its count of tokens (else 0), first token and gap.
     """
 
-    scalars: Int32[Array, "4"]
-    step: Int32[Array, "E"]
-    lane: Int32[Array, "E"]
-    kind: Int32[Array, "E"]
-    unit: Int32[Array, "E"]
-    block: Int32[Array, "E"]
-    window: Int32[Array, "E"]
-    token: Int32[Array, "U"]
-    count: Int32[Array, "U"]
-    position: Int32[Array, "U"]
-    end: Int32[Array, "U"]
-    column: Int32[Array, "U"]
-    gap: Int32[Array, "U"]
-    into: Int32[Array, "lanes"]
-    final: Int32[Array, "lanes"]
+    scalars: Int32[Array, "3"]
+    events: Int32[Array, "FE"]
+    joins: Int32[Array, "lanes4"]
 
 
 def next_present(rows: RaggedRows, count: int) -> Int32[Array, "R"]:
@@ -89,7 +121,7 @@ def units_of(
     tile: int,
     most: int,
     blocks: Blocks,
-    columns: int,
+    table: Int32[Array, "R C"],
     shards: int,
     visible: Visible,
 ) -> Units:
@@ -98,111 +130,137 @@ def units_of(
     Args:
       count: packed tokens.
       most: U.
-      columns: of the block table.
     """
     chosen = RaggedRows(rows.offset, jnp.where(here, rows.length, 0), rows.start)
     grid = tiles(chosen, tile, anchored=False, max_tiles=most)
     used = grid.high > 0
     end = (rows.start + rows.length)[grid.row]
     past = grid.position + grid.high if visible.causal else end
-    page = blocks.rows * shards
+    page, columns = blocks.rows * shards, table.shape[1]
     seen = jnp.clip((past + page - 1) // page, 1, columns)
     near = 0 if visible.window is None else jnp.clip(grid.position - visible.window + 1, 0, None)
-    first_column = jnp.minimum(near // page + jnp.zeros_like(seen), seen - 1)
-    first = first_column * blocks.parts // blocks.pages
+    low = jnp.minimum(near // page + jnp.zeros_like(seen), seen - 1)
+    first = low * blocks.parts // blocks.pages
     last = (seen * blocks.parts + blocks.pages - 1) // blocks.pages
+    # Per row first: a table is larger than the number of its rows.
+    column = jnp.arange(columns, dtype=jnp.int32)[None, :]
+    needed = (rows.start + rows.length + page - 1)[:, None] // page
+    begun = 0 if visible.window is None else (jnp.maximum(rows.start - visible.window + 1, 0) // page)[:, None]
+    nulls = jnp.any((table == 0) & (column < needed) & (column >= begun), axis=1)
     behind = grid.first + grid.high
     ends = behind == (rows.offset + rows.length)[grid.row]
     gap = jnp.where(ends, next_present(rows, count)[grid.row] - behind, 0)
     return Units(
         grid.first, grid.high, grid.position, end, first, jnp.where(used, last - first, 0), seen - 1,
-        jnp.where(used, gap, 0), grid.row,
+        jnp.where(used, gap, 0), grid.row, low, nulls[grid.row].astype(jnp.int32),
     )  # fmt: skip
 
 
-def plan(
-    units: Units,
-    lanes: int,
-    parts: int,
-    window: int,
-    windows: int,
-    layer: Int32[Array, ""] | int,
-    lead: Int32[Array, ""],
-) -> Plan:
+def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windows: int, lead: Int32[Array, ""],
+    null: Int32[Array, ""]) -> Plan:
     """The plan.
 
     Args:
-      parts: blocks of a page, where pages are larger.
-      window: blocks whose page ids lie in one window of the table.
+      page: positions of a column of the block table.
+      window: columns in one window of the block table.
       windows: of a row of the table.
       lead: slack tokens to be cleared before the first row.
+      null: the null block as a page of the pool.
     """
+    count = units.blocks.shape[0]
+    held = window // blocks.pages * blocks.parts  # blocks of a window
     ends = jnp.cumsum(units.blocks, dtype=jnp.int32)
     base, total = ends - units.blocks, ends[-1]
-    cut = total // lanes * jnp.arange(lanes + 1, dtype=jnp.int32)
-    cut += total % lanes * jnp.arange(lanes + 1, dtype=jnp.int32) // lanes
+    each = jnp.arange(lanes + 1, dtype=jnp.int32)
+    cut = total // lanes * each + total % lanes * each // lanes
     begin, stop = cut[:-1], cut[1:]
 
     def lane_of(item):
         return jnp.sum(begin[None, :] <= item[:, None], axis=1, dtype=jnp.int32) - 1
 
     def unit_of(item):
-        found = jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32)
-        return jnp.minimum(found, units.blocks.shape[0] - 1)
-
-    # Units begin, and enter further windows of the table.
-    edge = jnp.arange(windows, dtype=jnp.int32)[None, :] * window
-    enters = jnp.where(edge <= units.first[:, None], 0, edge - units.first[:, None])
-    new = (edge == 0) | (edge > units.first[:, None])
-    new &= enters < units.blocks[:, None]
-    item = base[:, None] + enters
-    unit = jnp.broadcast_to(jnp.arange(units.blocks.shape[0], dtype=jnp.int32)[:, None], item.shape)
-    kind = jnp.broadcast_to(jnp.where(edge == 0, BEGIN, MORE), item.shape)
-    parts = jnp.arange(1, parts, dtype=jnp.int32)[None, :]
-    inner = jnp.broadcast_to((units.blocks > 0)[:, None], (unit.shape[0], parts.shape[1]))
-    sides = ((item, ends[:, None] - parts), (unit, unit[:, :1] + 0 * parts), (kind, PART + 0 * inner), (new, inner))
-    item, unit, kind, new = (jnp.concatenate(pair, axis=1).ravel() for pair in sides)
-    lane = lane_of(item)
-    # Where a lane begins inside a unit is an event of its own.
-    new &= (kind == BEGIN) | (item != begin[lane])
-    step = item - begin[lane]
-
-    each = jnp.arange(lanes, dtype=jnp.int32)
-    entered = unit_of(begin)
-    resumes = (stop > begin) & (begin > base[entered])
-    left = unit_of(jnp.maximum(stop - 1, 0))
-    leaves = (stop > begin) & (stop < ends[left])
+        return jnp.minimum(jnp.sum(ends[None, :] <= item[:, None], axis=1, dtype=jnp.int32), count - 1)
 
     def joined(*parts):
-        return jnp.concatenate([jnp.asarray(p, jnp.int32) for p in parts])
+        return jnp.concatenate([jnp.asarray(p, jnp.int32).ravel() for p in parts])
 
-    step = joined(jnp.where(new, step, _NEVER), jnp.where(resumes, 0, _NEVER), stop - begin, [_NEVER])
-    lane = joined(lane, each, each, [0])
-    kind = joined(kind, each * 0 + RESUME, jnp.where(leaves, CUT, DONE), [DONE])
-    unit = joined(unit, entered, left, [0])
+    # Where something may change, by item of the line: units begin and enter windows of the table, parts of a unit's
+    # last page have been worked on, lanes begin (inside a unit) and end.
+    edge = jnp.arange(windows, dtype=jnp.int32)[None, :] * held
+    enters = jnp.where(edge <= units.first[:, None], 0, edge - units.first[:, None])
+    new = ((edge == 0) | (edge > units.first[:, None])) & (enters < units.blocks[:, None])
+    part = jnp.arange(1, blocks.parts, dtype=jnp.int32)[None, :]
+    inner = (units.blocks > 0)[:, None] & (part > 0)
+    item = jnp.concatenate([base[:, None] + enters, ends[:, None] - part], axis=1)
+    unit = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[:, None], item.shape)
+    begins = jnp.broadcast_to(jnp.arange(item.shape[1]) == 0, item.shape)
+    looks = jnp.broadcast_to(jnp.arange(item.shape[1]) < windows, item.shape)
+    new = jnp.concatenate([new, inner], axis=1).ravel()
+    item, unit, begins, looks = item.ravel(), unit.ravel(), begins.ravel(), looks.ravel()
+    lane = lane_of(item)
+    new &= begins | (item != begin[lane])
+
+    index = jnp.arange(lanes, dtype=jnp.int32)
+    entered = unit_of(begin)
+    resumes = (stop > begin) & (begin > base[entered])
+    nobody, everybody = jnp.zeros(lanes, bool), jnp.ones(lanes, bool)
+    step = joined(jnp.where(new, item - begin[lane], _NEVER), jnp.where(resumes, 0, _NEVER), stop - begin, [_NEVER])
+    unit, lane = joined(unit, entered, entered, [0]), joined(lane, index, index, [0])
     item = joined(item, begin, stop, [0])
+    other, looks = joined(begins, everybody, nobody, [0]) > 0, joined(looks, everybody, nobody, [0]) > 0
+    idle = joined(jnp.zeros(new.shape[0], bool), nobody, everybody, [0]) > 0
+
+    before = jnp.maximum(item - 1, 0)
+    has_old = item > begin[lane]
+    old = unit_of(before)
+    done = has_old & (other | idle)
+    resumed = base[old] < begin[lane]
+    complete = ends[old] == item
     block = units.first[unit] + item - base[unit]
+    old_block = units.first[old] + before - base[old]
+    page_place = units.column[old] - old_block * blocks.pages // blocks.parts
+    page_end = units.end[old] - units.column[old] * page
+    dirty = has_old & (page_place >= 0) & (page_place < blocks.pages) & (page_end < page)
+    place = jnp.clip(block // held, 0, windows - 1)
+    row = units.row[unit] * windows
+    finish = done & complete & ~resumed
     order = jnp.argsort(step, stable=True)
+    events = Events(
+        step=step,
+        lane=lane,
+        next=jnp.where(idle, NOTHING, jnp.where(other, OTHER, SAME)),
+        window=jnp.where(looks, row + place, -1),
+        at=block - place * held,
+        low=units.low[unit] - place * window,
+        last=jnp.minimum(units.column[unit] - place * window, window - 1),
+        block=block,
+        position=units.position[unit],
+        end=units.end[unit],
+        token=units.token[unit],
+        count=units.count[unit],
+        row=jnp.where((units.nulls[unit] > 0) & ~idle, row, -1),
+        old=jnp.where(finish, FINISH, jnp.where(done & resumed, KEEP, GO_ON)),
+        old_token=units.token[old],
+        old_count=units.count[old],
+        old_gap=units.gap[old],
+        page=jnp.where(dirty, page_place, -1),
+        page_end=page_end,
+    )
 
     # From the last lane to the first: what a lane resumed goes to the lane that has the block before.
-    before = lane_of(jnp.maximum(begin - 1, 0))
-    fresh = begin[before] <= base[entered]
-    into = jnp.where(resumes, jnp.where(fresh, before, lanes + before), -1)
-    final = jnp.where(resumes & fresh, entered, -1)
+    from_lane = lane_of(jnp.maximum(begin - 1, 0))
+    fresh = begin[from_lane] <= base[entered]
+    joins = jnp.stack(
+        [
+            jnp.where(resumes, jnp.where(fresh, from_lane, lanes + from_lane), -1),
+            jnp.where(resumes & fresh, units.count[entered], 0),
+            units.token[entered],
+            units.gap[entered],
+        ],
+        axis=1,
+    )
     return Plan(
-        scalars=joined(jnp.stack([jnp.max(stop - begin), jnp.asarray(layer, jnp.int32), lead, total])),
-        step=step[order],
-        lane=lane[order],
-        kind=kind[order],
-        unit=unit[order],
-        block=block[order],
-        window=(units.row[unit] * windows + jnp.clip(block // window, 0, windows - 1))[order],
-        token=units.token,
-        count=units.count,
-        position=units.position,
-        end=units.end,
-        column=units.column,
-        gap=units.gap,
-        into=into,
-        final=final,
+        scalars=jnp.stack([jnp.max(stop - begin), jnp.asarray(lead, jnp.int32), null]),
+        events=joined(*(field[order] for field in events)),
+        joins=joins[::-1].ravel(),
     )
