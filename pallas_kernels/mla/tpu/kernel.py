@@ -505,28 +505,30 @@ class Work:
 
     # Products
 
-    def multiply(self, slot, before=None):
-        """All lanes through one block each; `before(lane)` is written ahead of the lane's scores."""
+    def multiply(self, slot, beside):
+        """All lanes through one block each.
+
+        `beside(lane)` is written with the weights of the lane, where nothing of the buffers is read: copies that begin
+        there are in the way of no load.
+        """
         shape = self.shape
         each = shape.lanes // shape.groups
         parts = [range(g * each, (g + 1) * each) for g in range(shape.groups)]
         scores, weights = {}, {}
 
-        def score(lane):
-            if before is not None:
-                before(lane)
-            scores[lane] = self.scores(slot, lane)
+        def weigh(part):
+            for lane in part:
+                beside(lane)
+                weights[lane] = self.weigh(lane, scores.pop(lane))
 
         for lane in parts[0]:
-            score(lane)
-        for lane in parts[0]:
-            weights[lane] = self.weigh(lane, scores.pop(lane))
+            scores[lane] = self.scores(slot, lane)
+        weigh(parts[0])
         for earlier, part in zip(parts, parts[1:], strict=False):
             for done, lane in zip(earlier, part, strict=True):
                 self.values(slot, done, *weights.pop(done))
-                score(lane)
-            for lane in part:
-                weights[lane] = self.weigh(lane, scores.pop(lane))
+                scores[lane] = self.scores(slot, lane)
+            weigh(part)
         for lane in parts[-1]:
             self.values(slot, lane, *weights.pop(lane))
 
@@ -714,9 +716,9 @@ class Work:
     def advance(self, step, slot):
         """The straight-line code: blocks of step + 2 are sent for, ended units normalised, blocks multiplied."""
         coming = jax.lax.rem(step + 2, BUFFERS)
-        fetched = [self.fetch(lane, coming) for lane in range(self.shape.lanes)]
+        fetched = []
+        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
         self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
-        self.multiply(slot)
         for i in range(self.shape.slots):
             self.normalise(self.lanes.ended[1 + i], (step & 1) * self.shape.slots + i)
 
