@@ -74,7 +74,7 @@ def _launch(
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((BUFFERS,), jnp.int32),
         pltpu.SMEM((3,), jnp.int32),
-        pltpu.SMEM((1 + 4 * max(shape.slots, 1),), jnp.int32),
+        pltpu.SMEM((2 + 4 * (shape.slots + 1),), jnp.int32),
         pltpu.SMEM((stages + 1,), jnp.int32),
     ]
     assert len(scratch) == 17 + len(Lanes._fields)

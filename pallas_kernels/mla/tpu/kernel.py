@@ -93,7 +93,7 @@ class Lanes(NamedTuple):
     nulls: Any  # [2] lanes at units with null blocks, and whether `hidden` is not all 0
     fetched: Any  # [BUFFERS] groups of rows on their way
     cursor: Any  # [3] next events: to ask for windows, to fetch, to work
-    ended: Any  # [1 + 4 slots] units to be finished in this step: how many; of each accumulator, token, count, gap
+    ended: Any  # [2 + 4 (slots + 1)] units to be finished: how many, whose turn; of each accumulator, token, count, gap
     leaving: Any  # [2 slots + 2] tokens on their way out of each stage; the last counts slack tokens cleared
 
 
@@ -174,36 +174,40 @@ class Work:
 
     def turn(self, event):
         """The lane fetches other blocks from now on, and the query that goes with them."""
-        state, shape = self.lanes, self.shape
+        state = self.lanes
         lane, following = event.lane, event.next
-
-        @pl.when(event.window >= 0)
-        def _():
-            place = 1 - state.window[lane]
-            self._window(lane, 0, place).wait()
-            state.window[lane] = place
-            begin = (2 * lane + place) * self.columns
-            blocks = shape.blocks
-            state.at[lane] = event.at * blocks.pages + begin * blocks.parts
-            state.last[lane] = event.last + begin
-            if shape.visible.window is not None:
-                state.low[lane] = event.low + begin
-
-        @pl.when(following == plans.NOTHING)
-        def _():
-            state.last[lane] = -1
 
         @pl.when(following == plans.OTHER)
         def _():
-            place = _next(state.asked[lane], BUFFERS)
+            self._look(event, lane)
+            place, token = _next(state.asked[lane], BUFFERS), event.token
             state.asked[lane] = place
-            token = event.token
 
             def ask(t):
                 for copy in self._query(lane, place, token + t, t):
                     copy.start()
 
             self._each(event.count, ask)
+
+        @pl.when(following != plans.OTHER)
+        def _():
+            pl.when(event.window >= 0)(lambda: self._look(event, lane))
+
+            @pl.when(following == plans.NOTHING)
+            def _():
+                state.last[lane] = -1
+
+    def _look(self, event, lane):
+        """Page ids come from the window that was asked for."""
+        state, blocks = self.lanes, self.shape.blocks
+        place = 1 - state.window[lane]
+        begin = (2 * lane + place) * self.columns
+        state.window[lane] = place
+        state.at[lane] = event.at * blocks.pages + begin * blocks.parts
+        state.last[lane] = event.last + begin
+        if self.shape.visible.window is not None:
+            state.low[lane] = event.low + begin
+        self._window(lane, 0, place).wait()
 
     def _each(self, count, body):
         """body(t) for the tokens of a unit, of which there is one at least."""
@@ -226,54 +230,57 @@ class Work:
 
     def change(self, event):
         """Behind the last block of a unit: it leaves, and the lane takes up the next."""
-        state, refs, shape = self.lanes, self.refs, self.shape
         lane, following, old = event.lane, event.next, event.old
-        acc = state.acc[lane]
-
-        @pl.when(old == plans.KEEP)
-        def _():
-            for ref in (refs.acc, refs.top, refs.total):
-                ref[2 * shape.lanes + lane] = ref[acc]
-
-        @pl.when(old == plans.FINISH)
-        def _():
-            # Finished beside the products of the next step if there is a slot.
-            ended, slots = state.ended, shape.slots
-            count, unit = ended[0], (event.old_token, event.old_count, event.old_gap)
-
-            @pl.when(count < slots)
-            def _():
-                ended[0] = count + 1
-                ended[1 + count] = acc
-                for i, field in enumerate(unit):
-                    ended[1 + (i + 1) * slots + count] = field
-
-            pl.when(count >= slots)(lambda: self.finish(acc, *unit))
+        acc = self.lanes.acc[lane]
+        unit = (event.old_token, event.old_count, event.old_gap)
 
         @pl.when(following != plans.SAME)
         def _():
-            state.nulls[0] -= (state.row[lane] >= 0).astype(jnp.int32)
-            row = event.row
-            state.row[lane] = row
-            state.nulls[0] += (row >= 0).astype(jnp.int32)
-            state.block[lane] = event.block
-            state.kept[lane] = acc
-            state.acc[lane] = 2 * lane + 1 - (acc & 1)
-            state.position[lane] = jnp.where(following == plans.OTHER, event.position, -plans.FAR)
-            if not shape.visible.causal:
-                state.end[lane] = jnp.where(following == plans.OTHER, event.end, -plans.FAR)
+            self._take_up(event, lane, acc, following == plans.OTHER)
+            full = self._end(acc, *unit, old == plans.FINISH)
+
+            @pl.when(full | (old == plans.KEEP))
+            def _():
+                pl.when(old == plans.KEEP)(lambda: self._copy(acc, 2 * self.shape.lanes + lane))
+                pl.when(full)(lambda: self.finish(acc, *unit))
 
         @pl.when(following == plans.OTHER)
         def _():
-            place = _next(state.query[lane], BUFFERS)
-            state.query[lane] = place
+            place = self.lanes.query[lane]
 
             def wait(t):
                 for copy in self._query(lane, place, 0, 0):
                     copy.wait()
 
-            self._each(event.count, wait)
             self._reset(2 * lane + 1 - (acc & 1))
+            self._each(event.count, wait)
+
+    def _take_up(self, event, lane, acc, other):
+        """State of a lane at another unit, or at none."""
+        state, row = self.lanes, event.row
+        state.nulls[0] += (row >= 0).astype(jnp.int32) - (state.row[lane] >= 0).astype(jnp.int32)
+        state.row[lane] = row
+        state.block[lane] = event.block
+        state.position[lane] = jnp.where(other, event.position, -plans.FAR)
+        if not self.shape.visible.causal:
+            state.end[lane] = jnp.where(other, event.end, -plans.FAR)
+        state.kept[lane] = acc
+        state.acc[lane] = 2 * lane + 1 - (acc & 1)
+        state.query[lane] = jnp.where(other, _next(state.query[lane], BUFFERS), state.query[lane])
+
+    def _end(self, acc, token, count, gap, there=True):
+        """Puts a unit on the list of those to be finished; returns whether it is full instead."""
+        ended, slots = self.lanes.ended, self.shape.slots
+        held = ended[0]
+        for i, field in enumerate((acc, token, count, gap)):
+            ended[2 + i * (slots + 1) + held] = field  # behind the last slot nobody looks
+        room = there & (held < slots)
+        ended[0] = held + room.astype(jnp.int32)
+        return there & (held >= slots)
+
+    def _copy(self, source, target):
+        for ref in (self.refs.acc, self.refs.top, self.refs.total):
+            ref[target] = ref[source]
 
     def _reset(self, acc):
         refs = self.refs
@@ -289,6 +296,24 @@ class Work:
         self._drain(stage)
         self.normalise(acc, stage)
         self.send(stage, token, count, gap)
+
+    def finish_listed(self):
+        """Finishes the units on the list now."""
+        self.drain_stages()
+        self.normalise_listed()
+        self.send_listed()
+
+    def _stage(self, slot):
+        """Stages of the slots take turns."""
+        return self.lanes.ended[1] * self.shape.slots + slot
+
+    def drain_stages(self):
+        for slot in range(self.shape.slots):
+            self._drain(self._stage(slot))
+
+    def normalise_listed(self):
+        for slot in range(self.shape.slots):
+            self.normalise(self.lanes.ended[2 + slot], self._stage(slot))
 
     def normalise(self, acc, stage):
         """An accumulator to output and LSE in a stage."""
@@ -317,16 +342,17 @@ class Work:
         self.lanes.leaving[stage] = count
         pl.when(gap > 0)(lambda: self.clear(token + count, gap))
 
-    def send_ended(self, step):
-        """What `normalise` has put into this step's stages."""
+    def send_listed(self):
+        """What `normalise_listed` has put into stages."""
         ended, slots = self.lanes.ended, self.shape.slots
 
-        def one(i, carry):
-            self.send((step & 1) * slots + i, *(ended[1 + f * slots + i] for f in range(1, 4)))
+        def one(slot, carry):
+            self.send(self._stage(slot), *(ended[2 + i * (slots + 1) + slot] for i in range(1, 4)))
             return carry
 
         jax.lax.fori_loop(0, ended[0], one, None)
         ended[0] = 0
+        ended[1] = 1 - ended[1]
 
     def _leave(self, stage, t, token):
         refs, sem = self.refs, self.refs.left.at[stage]
@@ -618,7 +644,14 @@ class Work:
             refs.acc[into] = refs.acc[into] * _wide(mine, wide) + refs.acc[source] * _wide(its, wide)
             refs.total[into] = refs.total[into] * mine + refs.total[source] * its
             refs.top[into] = top
-            pl.when(count > 0)(lambda: self.finish(into, token, count, gap))
+
+            @pl.when(count > 0)
+            def _():
+                if self.shape.slots:
+                    pl.when(self.lanes.ended[0] == self.shape.slots)(self.finish_listed)
+                    self._end(into, token, count, gap)
+                else:
+                    self.finish(into, token, count, gap)
 
     # The whole
 
@@ -680,27 +713,23 @@ class Work:
         def step(s, carry):
             slot = jax.lax.rem(s, BUFFERS)
             self.ahead(s)
-            for i in range(shape.slots):
-                self._drain((s & 1) * shape.slots + i)
+            self.drain_stages()
             self.take(slot)
             self.at(2, s + 1, lambda event: self.wipe(slot, event))
             self.hide(slot)
-            self.advance(s, slot)
-            self.send_ended(s)
+            self.advance(slot, jax.lax.rem(s + 2, BUFFERS))
+            self.send_listed()
             state.cursor[2] = self.at(2, s + 1, self.change)
             return carry
 
         jax.lax.fori_loop(0, steps, step, None)
-        for i in range(shape.slots):
-            self._drain((steps & 1) * shape.slots + i)
-            self.normalise(state.ended[1 + i], (steps & 1) * shape.slots + i)
-        self.send_ended(steps)
 
         def last(i, carry):
             self.merge(shape.lanes - 1 - i)
             return carry
 
         jax.lax.fori_loop(0, shape.lanes, last, None)
+        self.finish_listed()
         for stage in range(2 * shape.slots + 1):
             self._drain(stage)
         for ahead in range(2):
@@ -713,14 +742,12 @@ class Work:
 
         jax.lax.fori_loop(0, state.leaving[2 * shape.slots + 1], cleared, None)
 
-    def advance(self, step, slot):
-        """The straight-line code: blocks of step + 2 are sent for, ended units normalised, blocks multiplied."""
-        coming = jax.lax.rem(step + 2, BUFFERS)
+    def advance(self, slot, coming):
+        """The straight-line code: blocks two steps on are sent for, ended units normalised, blocks multiplied."""
         fetched = []
         self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
+        self.normalise_listed()
         self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
-        for i in range(self.shape.slots):
-            self.normalise(self.lanes.ended[1 + i], (step & 1) * self.shape.slots + i)
 
 
 def _tree(operation, values):

@@ -16,7 +16,7 @@ class Tiles(NamedTuple):
     lanes: int
     keys: int
     groups: int
-    slots: int = 2
+    slots: int = 3
     vmem: int = 60 << 20
 
 
