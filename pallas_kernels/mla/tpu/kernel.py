@@ -745,8 +745,8 @@ class Work:
     def advance(self, slot, coming):
         """The straight-line code: blocks two steps on are sent for, ended units normalised, blocks multiplied."""
         fetched = []
-        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
         self.normalise_listed()
+        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
         self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
 
 
