@@ -71,9 +71,9 @@ _TRIES = {
         _attention, dtype=dtype, page=page, tiles=Tiles(lanes, keys, groups)
     )
     for name, dtype in (("bf16", BF16), ("e4m3", E4M3), ("b11", B11))
-    for lanes in (4, 8, 16, 32)
+    for lanes in (4, 8, 12, 16, 20, 24, 32)
     for keys in (256, 512, 1024)
-    for groups in (1, 2, 4)
+    for groups in (1, 2, 3, 4)
     for page in (64, 256, 1024)
 }
 CASES = (*(Case(name, build, {}, {}) for name, build in _TRIES.items()),)

@@ -68,14 +68,14 @@ def _launch(
         pltpu.SemaphoreType.DMA((BUFFERS,)),
         pltpu.SemaphoreType.DMA((lanes + 1,)),
         pltpu.SemaphoreType.DMA((lanes, BUFFERS)),
-        pltpu.SemaphoreType.DMA((stages,)),
+        pltpu.SemaphoreType.DMA((3,)),
         pltpu.SemaphoreType.DMA(()),
         *[pltpu.SMEM((lanes,), jnp.int32)] * 12,
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((BUFFERS,), jnp.int32),
-        pltpu.SMEM((3,), jnp.int32),
+        pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((2 + 4 * (shape.slots + 1),), jnp.int32),
-        pltpu.SMEM((stages + 1,), jnp.int32),
+        pltpu.SMEM((4,), jnp.int32),
     ]
     assert len(scratch) == 17 + len(Lanes._fields)
     scalars = len(work)
@@ -175,7 +175,8 @@ def _class(
     windows = -(-columns // window)
     shape = Shape(
         lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards,
-        visible=visible, groups=tiles.groups, window=window, slots=tiles.slots,
+        visible=visible, groups=tiles.groups, window=window, splits=windows > 1 or blocks.parts > 1,
+        slots=tiles.slots,
     )  # fmt: skip
     null = jnp.asarray(layer, jnp.int32) * pages
     units = units_of(rows, here, count, queries, most, blocks, table, shards, visible)

@@ -44,6 +44,7 @@ class Shape:
       groups: in how many parts lanes go through the stages; with more than one the products of scores of a part stand
         between the products of values of the part before.
       window: columns of the block table held for a lane.
+      splits: whether a lane may be told something in the middle of a unit.
       slots: units that can be finished beside the products of the next step; more at once are finished on their own.
     """
 
@@ -56,6 +57,7 @@ class Shape:
     visible: Visible
     groups: int
     window: int
+    splits: bool
     slots: int
 
     @property
@@ -92,9 +94,9 @@ class Lanes(NamedTuple):
     row: Any
     nulls: Any  # [2] lanes at units with null blocks, and whether `hidden` is not all 0
     fetched: Any  # [BUFFERS] groups of rows on their way
-    cursor: Any  # [3] next events: to ask for windows, to fetch, to work
+    cursor: Any  # [2] next events: to fetch, to work
     ended: Any  # [2 + 4 (slots + 1)] units to be finished: how many, whose turn; of each accumulator, token, count, gap
-    leaving: Any  # [2 slots + 2] tokens on their way out of each stage; the last counts slack tokens cleared
+    leaving: Any  # [4] tokens on their way out in each turn, of units finished on their own, and cleared slack
 
 
 class Refs(NamedTuple):
@@ -125,7 +127,7 @@ class Refs(NamedTuple):
     arrived: Any  # DMA [BUFFERS]
     windows: Any  # DMA [lanes + 1]
     asked: Any  # DMA [lanes, BUFFERS]
-    left: Any  # DMA [2 slots + 1]
+    left: Any  # DMA [3]
     cleared: Any  # DMA []
     lanes: Lanes
 
@@ -161,44 +163,22 @@ class Work:
         index, _ = jax.lax.while_loop(lambda c: c[1] == step, one, (index, self.plan.events[index]))
         return index
 
-    def ask_window(self, event):
-        """Page ids of the event's window, into the place that the lane does not fetch from."""
-        lane, window = event.lane, event.window
-        pl.when(window >= 0)(lambda: self._window(lane, window, 1 - self.lanes.window[lane]).start())
-
-    def _window(self, lane, row, place):
-        begin = pl.multiple_of((2 * lane + place) * self.columns, self.columns)
-        return pltpu.make_async_copy(
-            self.refs.table.at[row, 0], self.refs.ids.at[pl.ds(begin, self.columns)], self.refs.windows.at[lane]
-        )
-
     def turn(self, event):
         """The lane fetches other blocks from now on, and the query that goes with them."""
-        state = self.lanes
-        lane, following = event.lane, event.next
+        lane = event.lane
 
-        @pl.when(following == plans.OTHER)
-        def _():
+        def whole():
             self._look(event, lane)
-            place, token = _next(state.asked[lane], BUFFERS), event.token
-            state.asked[lane] = place
+            self._ask(lane, event.token, event.count)
 
-            def ask(t):
-                for copy in self._query(lane, place, token + t, t):
-                    copy.start()
-
-            self._each(event.count, ask)
-
-        @pl.when(following != plans.OTHER)
-        def _():
-            pl.when(event.window >= 0)(lambda: self._look(event, lane))
-
-            @pl.when(following == plans.NOTHING)
-            def _():
-                state.last[lane] = -1
+        if not self.shape.splits:
+            whole()
+            return
+        pl.when(event.next != plans.SAME)(whole)
+        pl.when((event.next == plans.SAME) & (event.look == 1))(lambda: self._look(event, lane))
 
     def _look(self, event, lane):
-        """Page ids come from the window that was asked for."""
+        """Page ids come from the window that was asked for, and the next one is."""
         state, blocks = self.lanes, self.shape.blocks
         place = 1 - state.window[lane]
         begin = (2 * lane + place) * self.columns
@@ -208,6 +188,23 @@ class Work:
         if self.shape.visible.window is not None:
             state.low[lane] = event.low + begin
         self._window(lane, 0, place).wait()
+        self._window(lane, event.following, 1 - place).start()
+
+    def _window(self, lane, row, place):
+        begin = pl.multiple_of((2 * lane + place) * self.columns, self.columns)
+        return pltpu.make_async_copy(
+            self.refs.table.at[row, 0], self.refs.ids.at[pl.ds(begin, self.columns)], self.refs.windows.at[lane]
+        )
+
+    def _ask(self, lane, token, count):
+        place = _next(self.lanes.asked[lane], BUFFERS)
+        self.lanes.asked[lane] = place
+
+        def ask(t):
+            for copy in self._query(lane, place, token + t, t):
+                copy.start()
+
+        self._each(count, ask)
 
     def _each(self, count, body):
         """body(t) for the tokens of a unit, of which there is one at least."""
@@ -230,43 +227,44 @@ class Work:
 
     def change(self, event):
         """Behind the last block of a unit: it leaves, and the lane takes up the next."""
-        lane, following, old = event.lane, event.next, event.old
+        if self.shape.splits:
+            pl.when(event.next != plans.SAME)(lambda: self._change(event))
+        else:
+            self._change(event)
+
+    def _change(self, event):
+        lane, old = event.lane, event.old
         acc = self.lanes.acc[lane]
         unit = (event.old_token, event.old_count, event.old_gap)
+        self._take_up(event, lane, acc)
+        full = self._end(acc, *unit, old == plans.FINISH)
 
-        @pl.when(following != plans.SAME)
+        @pl.when(full | (old == plans.KEEP))
         def _():
-            self._take_up(event, lane, acc, following == plans.OTHER)
-            full = self._end(acc, *unit, old == plans.FINISH)
+            pl.when(old == plans.KEEP)(lambda: self._copy(acc, 2 * self.shape.lanes + lane))
+            pl.when(full)(lambda: self.finish(acc, *unit))
 
-            @pl.when(full | (old == plans.KEEP))
-            def _():
-                pl.when(old == plans.KEEP)(lambda: self._copy(acc, 2 * self.shape.lanes + lane))
-                pl.when(full)(lambda: self.finish(acc, *unit))
+        place = self.lanes.query[lane]
 
-        @pl.when(following == plans.OTHER)
-        def _():
-            place = self.lanes.query[lane]
+        def wait(t):
+            for copy in self._query(lane, place, 0, 0):
+                copy.wait()
 
-            def wait(t):
-                for copy in self._query(lane, place, 0, 0):
-                    copy.wait()
+        self._reset(2 * lane + 1 - (acc & 1))
+        self._each(event.count, wait)
 
-            self._reset(2 * lane + 1 - (acc & 1))
-            self._each(event.count, wait)
-
-    def _take_up(self, event, lane, acc, other):
+    def _take_up(self, event, lane, acc):
         """State of a lane at another unit, or at none."""
         state, row = self.lanes, event.row
         state.nulls[0] += (row >= 0).astype(jnp.int32) - (state.row[lane] >= 0).astype(jnp.int32)
         state.row[lane] = row
         state.block[lane] = event.block
-        state.position[lane] = jnp.where(other, event.position, -plans.FAR)
+        state.position[lane] = event.position
         if not self.shape.visible.causal:
-            state.end[lane] = jnp.where(other, event.end, -plans.FAR)
+            state.end[lane] = event.end
         state.kept[lane] = acc
         state.acc[lane] = 2 * lane + 1 - (acc & 1)
-        state.query[lane] = jnp.where(other, _next(state.query[lane], BUFFERS), state.query[lane])
+        state.query[lane] = _next(state.query[lane], BUFFERS)
 
     def _end(self, acc, token, count, gap, there=True):
         """Puts a unit on the list of those to be finished; returns whether it is full instead."""
@@ -293,9 +291,10 @@ class Work:
     def finish(self, acc, token, count, gap):
         """Finishes a unit now."""
         stage = 2 * self.shape.slots
-        self._drain(stage)
+        self._drain(2)
         self.normalise(acc, stage)
-        self.send(stage, token, count, gap)
+        self.lanes.leaving[2] = count
+        self.send(stage, 2, token, count, gap)
 
     def finish_listed(self):
         """Finishes the units on the list now."""
@@ -308,8 +307,8 @@ class Work:
         return self.lanes.ended[1] * self.shape.slots + slot
 
     def drain_stages(self):
-        for slot in range(self.shape.slots):
-            self._drain(self._stage(slot))
+        if self.shape.slots:
+            self._drain(self.lanes.ended[1])
 
     def normalise_listed(self):
         for slot in range(self.shape.slots):
@@ -331,46 +330,48 @@ class Work:
                     lse[t * heads + first : t * heads + min(first + LANES, heads)]
                 )
 
-    def send(self, stage, token, count, gap):
+    def send(self, stage, turn, token, count, gap):
         """A stage to the unit's tokens, and zeros to the slack behind them."""
 
         def one(t):
-            for copy in self._leave(stage, t, token + t):
+            for copy in self._leave(stage, turn, t, token + t):
                 copy.start()
 
         self._each(count, one)
-        self.lanes.leaving[stage] = count
         pl.when(gap > 0)(lambda: self.clear(token + count, gap))
 
     def send_listed(self):
         """What `normalise_listed` has put into stages."""
         ended, slots = self.lanes.ended, self.shape.slots
 
-        def one(slot, carry):
-            self.send(self._stage(slot), *(ended[2 + i * (slots + 1) + slot] for i in range(1, 4)))
-            return carry
+        turn = ended[1]
 
-        jax.lax.fori_loop(0, ended[0], one, None)
+        def one(slot, tokens):
+            token, count, gap = (ended[2 + i * (slots + 1) + slot] for i in range(1, 4))
+            self.send(self._stage(slot), turn, token, count, gap)
+            return tokens + count
+
+        self.lanes.leaving[turn] = jax.lax.fori_loop(0, ended[0], one, 0)
         ended[0] = 0
-        ended[1] = 1 - ended[1]
+        ended[1] = 1 - turn
 
-    def _leave(self, stage, t, token):
-        refs, sem = self.refs, self.refs.left.at[stage]
+    def _leave(self, stage, turn, t, token):
+        refs, sem = self.refs, self.refs.left.at[turn]
         return (
             pltpu.make_async_copy(refs.stage.at[stage, t], refs.out.at[token], sem),
             pltpu.make_async_copy(refs.stage_lse.at[stage, t], refs.lse.at[token], sem),
         )
 
-    def _drain(self, stage):
-        """Waits until a stage has been copied out."""
+    def _drain(self, turn):
+        """Waits until the stages of a turn have been copied out."""
 
         def wait(t, carry):
-            for copy in self._leave(stage, 0, 0):
+            for copy in self._leave(0, turn, 0, 0):
                 copy.wait()
             return carry
 
-        jax.lax.fori_loop(0, self.lanes.leaving[stage], wait, None)
-        self.lanes.leaving[stage] = 0
+        jax.lax.fori_loop(0, self.lanes.leaving[turn], wait, None)
+        self.lanes.leaving[turn] = 0
 
     def clear(self, token, count):
         """Slack tokens: output 0, LSE -inf."""
@@ -381,7 +382,7 @@ class Work:
             return carry
 
         jax.lax.fori_loop(0, count, send, None)
-        self.lanes.leaving[2 * self.shape.slots + 1] += count
+        self.lanes.leaving[3] += count
 
     def _blank(self, token):
         refs = self.refs
@@ -444,21 +445,16 @@ class Work:
     def wipe(self, slot, event):
         """Zeros to rows that the cache does not have yet, before the page is multiplied: 0 * NaN is NaN."""
         lane, dirty, end, blocks = event.lane, event.page, event.page_end, self.shape.blocks
+        part = self._split(self.lanes.block[lane])[1] if blocks.parts > 1 else 0
+        if not self.interpreted:
+            self._wipe_page(slot, lane, dirty, part, end)
+            return
 
-        @pl.when(dirty >= 0)
-        def _():
-            part = 0
-            if blocks.parts > 1:
-                part = self._split(self.lanes.block[lane])[1]
+        def page(i, carry):  # the last page is in all places behind it
+            self._wipe_page(slot, lane, i, part, end)
+            return carry
 
-            def page(i, carry):
-                self._wipe_page(slot, lane, i, part, end)
-                return carry
-
-            if self.interpreted:  # has the last page in all places behind it
-                jax.lax.fori_loop(dirty, blocks.pages, page, None)
-            else:
-                page(dirty, None)
+        jax.lax.fori_loop(dirty, blocks.pages, page, None)
 
     def _split(self, block):
         """First column of a block, and which part of its page it is."""
@@ -666,7 +662,7 @@ class Work:
             state.low[i] = 0
             state.position[i] = state.end[i] = -plans.FAR
             state.acc[i] = 2 * i
-            refs.ids[2 * i * self.columns] = self.plan.scalars[2]
+            self._window(i, self.plan.windows[i], 1).start()
             if shape.queries > 1:  # a unit may have fewer tokens
                 refs.queries[i] = jnp.zeros(refs.queries.shape[1:], refs.queries.dtype)
                 refs.tails[i] = jnp.zeros(refs.tails.shape[1:], refs.tails.dtype)
@@ -692,34 +688,29 @@ class Work:
 
             jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, place, None)
 
-    def ahead(self, step):
-        """Events of steps to come: what is fetched changes at step + 2, and ids for step + 3 are asked for."""
-        self.lanes.cursor[1] = self.at(1, step + 2, self.turn)
-        self.lanes.cursor[0] = self.at(0, step + 3, self.ask_window)
-
     def run(self):
         state, shape = self.lanes, self.shape
         self.prepare()
         steps = self.plan.scalars[0]
 
-        def first(i, carry):
-            self.ahead(i - 3)
-            pl.when(i >= 1)(lambda: self.fetch_all(i - 1))
+        def first(step, carry):
+            state.cursor[0] = self.at(0, step, self.turn)
+            self.fetch_all(step)
             return carry
 
-        jax.lax.fori_loop(0, 3, first, None)
-        state.cursor[2] = self.at(2, 0, self.change)
+        jax.lax.fori_loop(0, 2, first, None)
+        state.cursor[1] = self.at(1, 0, self.change)
 
         def step(s, carry):
             slot = jax.lax.rem(s, BUFFERS)
-            self.ahead(s)
+            state.cursor[0] = self.at(0, s + 2, self.turn)
             self.drain_stages()
             self.take(slot)
-            self.at(2, s + 1, lambda event: self.wipe(slot, event))
+            self.at(1, s + 1, lambda event: self.wipe(slot, event))
             self.hide(slot)
             self.advance(slot, jax.lax.rem(s + 2, BUFFERS))
             self.send_listed()
-            state.cursor[2] = self.at(2, s + 1, self.change)
+            state.cursor[1] = self.at(1, s + 1, self.change)
             return carry
 
         jax.lax.fori_loop(0, steps, step, None)
@@ -730,17 +721,23 @@ class Work:
 
         jax.lax.fori_loop(0, shape.lanes, last, None)
         self.finish_listed()
-        for stage in range(2 * shape.slots + 1):
-            self._drain(stage)
+        for turn in range(3):
+            self._drain(turn)
         for ahead in range(2):
             self.take(jax.lax.rem(steps + ahead, BUFFERS))
+
+        def asked(lane, carry):
+            self._window(lane, 0, 0).wait()
+            return carry
+
+        jax.lax.fori_loop(0, shape.lanes, asked, None)
 
         def cleared(t, carry):
             for copy in self._blank(0):
                 copy.wait()
             return carry
 
-        jax.lax.fori_loop(0, state.leaving[2 * shape.slots + 1], cleared, None)
+        jax.lax.fori_loop(0, state.leaving[3], cleared, None)
 
     def advance(self, slot, coming):
         """The straight-line code: blocks two steps on are sent for, ended units normalised, blocks multiplied."""

@@ -8,6 +8,7 @@ step; between them a lane just goes to its next block.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -60,20 +61,22 @@ class Events(NamedTuple):
       step: the first in which it holds.
       lane: whose.
       next: SAME, OTHER or NOTHING.
-      window: row of the table of windows that page ids come from now; -1: as before.
+      look: 1 if page ids come from another window of the table now.
+      following: row of the table of windows that the lane's next event with `look` takes them from.
       at, low, last: next block within the window, and first and last column there that are read.
       block, position, end, token, count: of the unit; see `Units`.
       row: of the table of windows, where the unit's begin; -1 if none of its blocks is null.
       old: GO_ON, FINISH or KEEP.
       old_token, old_count, old_gap: of the unit that ends.
       page, page_end: place in the block before of the page that is only written up to a position, that position
-        relative to the page's first; page is -1 if there is none.
+        relative to the page's first; far if there is none.
     """
 
     step: Int32[Array, "E"]
     lane: Int32[Array, "E"]
     next: Int32[Array, "E"]
-    window: Int32[Array, "E"]
+    look: Int32[Array, "E"]
+    following: Int32[Array, "E"]
     at: Int32[Array, "E"]
     low: Int32[Array, "E"]
     last: Int32[Array, "E"]
@@ -100,11 +103,13 @@ class Plan(NamedTuple):
       joins: for each lane from the last to the first, [4]: where its share of a unit that lanes before it began is
         merged into (-1: it has none; below `lanes` that lane's accumulator, else that lane's share), and if that
         completes the unit its count of tokens (else 0), first token and gap.
+      windows: [lanes] row of the table of windows that each begins with.
     """
 
     scalars: Int32[Array, "3"]
     events: Int32[Array, "FE"]
     joins: Int32[Array, "lanes4"]
+    windows: Int32[Array, "lanes"]
 
 
 def next_present(rows: RaggedRows, count: int) -> Int32[Array, "R"]:
@@ -168,7 +173,8 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
       null: the null block as a page of the pool.
     """
     count = units.blocks.shape[0]
-    held = window // blocks.pages * blocks.parts  # blocks of a window
+    width = window
+    held = width // blocks.pages * blocks.parts  # blocks of a window
     ends = jnp.cumsum(units.blocks, dtype=jnp.int32)
     base, total = ends - units.blocks, ends[-1]
     each = jnp.arange(lanes + 1, dtype=jnp.int32)
@@ -207,7 +213,7 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
     step = joined(jnp.where(new, item - begin[lane], _NEVER), jnp.where(resumes, 0, _NEVER), stop - begin, [_NEVER])
     unit, lane = joined(unit, entered, entered, [0]), joined(lane, index, index, [0])
     item = joined(item, begin, stop, [0])
-    other, looks = joined(begins, everybody, nobody, [0]) > 0, joined(looks, everybody, nobody, [0]) > 0
+    other, looks = joined(begins, everybody, nobody, [0]) > 0, joined(looks, everybody, everybody, [1]) > 0
     idle = joined(jnp.zeros(new.shape[0], bool), nobody, everybody, [0]) > 0
 
     before = jnp.maximum(item - 1, 0)
@@ -223,28 +229,38 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
     dirty = has_old & (page_place >= 0) & (page_place < blocks.pages) & (page_end < page)
     place = jnp.clip(block // held, 0, windows - 1)
     row = units.row[unit] * windows
+    window = jnp.where(idle, 0, row + place)
+    # A lane asks for its next window when it takes one up; its last event is that it has nothing to do.
+    by_lane = jnp.lexsort((step, lane))
+    index = jnp.arange(step.shape[0], dtype=jnp.int32)
+    ahead = jax.lax.cummin(jnp.where(looks[by_lane], index, index[-1]), reverse=True)
+    ahead = jnp.append(ahead[1:], index[-1])
+    following = jnp.zeros_like(step).at[by_lane].set(window[by_lane[ahead]])
+    starts = by_lane[jnp.searchsorted(lane[by_lane], jnp.arange(lanes, dtype=jnp.int32))]
     finish = done & complete & ~resumed
     order = jnp.argsort(step, stable=True)
     events = Events(
         step=step,
         lane=lane,
         next=jnp.where(idle, NOTHING, jnp.where(other, OTHER, SAME)),
-        window=jnp.where(looks, row + place, -1),
+        look=looks.astype(jnp.int32),
+        following=jnp.where(idle, 0, following),
         at=block - place * held,
-        low=units.low[unit] - place * window,
-        last=jnp.minimum(units.column[unit] - place * window, window - 1),
+        low=units.low[unit] - place * width,
+        last=jnp.where(idle, -FAR, jnp.minimum(units.column[unit] - place * width, window - 1)),
         block=block,
-        position=units.position[unit],
-        end=units.end[unit],
-        token=units.token[unit],
-        count=units.count[unit],
+        position=jnp.where(idle, -FAR, units.position[unit]),
+        end=jnp.where(idle, -FAR, units.end[unit]),
+        # A lane without work asks for some query all the same.
+        token=jnp.where(idle, 0, units.token[unit]),
+        count=jnp.where(idle, 1, units.count[unit]),
         row=jnp.where((units.nulls[unit] > 0) & ~idle, row, -1),
         old=jnp.where(finish, FINISH, jnp.where(done & resumed, KEEP, GO_ON)),
         old_token=units.token[old],
         old_count=units.count[old],
         old_gap=units.gap[old],
-        page=jnp.where(dirty, page_place, -1),
-        page_end=page_end,
+        page=jnp.where(dirty, page_place, 0),
+        page_end=jnp.where(dirty, page_end, FAR),
     )
 
     # From the last lane to the first: what a lane resumed goes to the lane that has the block before.
@@ -263,4 +279,5 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
         scalars=jnp.stack([jnp.max(stop - begin), jnp.asarray(lead, jnp.int32), null]),
         events=joined(*(field[order] for field in events)),
         joins=joins[::-1].ravel(),
+        windows=window[starts],
     )
