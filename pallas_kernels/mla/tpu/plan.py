@@ -173,8 +173,7 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
       null: the null block as a page of the pool.
     """
     count = units.blocks.shape[0]
-    width = window
-    held = width // blocks.pages * blocks.parts  # blocks of a window
+    held = window // blocks.pages * blocks.parts  # blocks of a window
     ends = jnp.cumsum(units.blocks, dtype=jnp.int32)
     base, total = ends - units.blocks, ends[-1]
     each = jnp.arange(lanes + 1, dtype=jnp.int32)
@@ -229,13 +228,13 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
     dirty = has_old & (page_place >= 0) & (page_place < blocks.pages) & (page_end < page)
     place = jnp.clip(block // held, 0, windows - 1)
     row = units.row[unit] * windows
-    window = jnp.where(idle, 0, row + place)
+    source = jnp.where(idle, 0, row + place)
     # A lane asks for its next window when it takes one up; its last event is that it has nothing to do.
     by_lane = jnp.lexsort((step, lane))
     index = jnp.arange(step.shape[0], dtype=jnp.int32)
     ahead = jax.lax.cummin(jnp.where(looks[by_lane], index, index[-1]), reverse=True)
     ahead = jnp.append(ahead[1:], index[-1])
-    following = jnp.zeros_like(step).at[by_lane].set(window[by_lane[ahead]])
+    following = jnp.zeros_like(step).at[by_lane].set(source[by_lane[ahead]])
     starts = by_lane[jnp.searchsorted(lane[by_lane], jnp.arange(lanes, dtype=jnp.int32))]
     finish = done & complete & ~resumed
     order = jnp.argsort(step, stable=True)
@@ -246,8 +245,8 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
         look=looks.astype(jnp.int32),
         following=jnp.where(idle, 0, following),
         at=block - place * held,
-        low=units.low[unit] - place * width,
-        last=jnp.where(idle, -FAR, jnp.minimum(units.column[unit] - place * width, window - 1)),
+        low=units.low[unit] - place * window,
+        last=jnp.where(idle, -FAR, jnp.minimum(units.column[unit] - place * window, window - 1)),
         block=block,
         position=jnp.where(idle, -FAR, units.position[unit]),
         end=jnp.where(idle, -FAR, units.end[unit]),
@@ -279,5 +278,5 @@ def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windo
         scalars=jnp.stack([jnp.max(stop - begin), jnp.asarray(lead, jnp.int32), null]),
         events=joined(*(field[order] for field in events)),
         joins=joins[::-1].ravel(),
-        windows=window[starts],
+        windows=source[starts],
     )
