@@ -1,6 +1,7 @@
 """Latent attention in absorbed form: pools of real size, q and outputs in bf16, costs for each key a rank holds."""
 
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -65,15 +66,44 @@ def _attention(
     )  # fmt: skip
 
 
-_part = functools.partial
-_TRIES = {
-    f"try-{name}-{lanes}x{keys}g{groups}-p{page}": _part(
-        _attention, dtype=dtype, page=page, tiles=Tiles(lanes, keys, groups)
+def _case(name: str, build: Any, limits: Mapping[str, tuple[int, int]] | None = None) -> Case:
+    """limits: by chip, the most cycles and bundles."""
+    stored = limits or {}
+    return Case(
+        name,
+        build,
+        {chip: cycles for chip, (cycles, _) in stored.items()},
+        {chip: bundles for chip, (_, bundles) in stored.items()},
     )
-    for name, dtype in (("bf16", BF16), ("e4m3", E4M3), ("b11", B11))
-    for lanes in (4, 8, 12, 16, 20, 24, 32)
-    for keys in (256, 512, 1024)
-    for groups in (1, 2, 3, 4)
-    for page in (64, 256, 1024)
-}
-CASES = (*(Case(name, build, {}, {}) for name, build in _TRIES.items()),)
+
+
+_part = functools.partial
+_TYPES = {"bf16": BF16, "e4m3": E4M3, "b11": B11}
+_EQUAL, _LONG = np.full(ROWS, 4096), 8 * ragged_lengths()
+
+
+def _each(name: str, **options: Any) -> Iterator[Case]:
+    """A case without limits for each type of cache."""
+    for short, dtype in _TYPES.items():
+        yield _case(f"{name}-{short}", _part(_attention, dtype=dtype, **options))
+
+
+CASES = (
+    _case("decode-bf16", _part(_attention)),
+    _case("decode-b11", _part(_attention, dtype=B11)),
+    _case("decode-e4m3", _part(_attention, dtype=E4M3)),
+    *(case for page in (16, 32, 64, 128, 1024) for case in _each(f"decode-page-{page}", page=page)),
+    *_each("decode-equal", lengths=_EQUAL),
+    *(case for heads in (12, 32, 96, 128) for case in _each(f"decode-{heads}-heads", heads=heads)),
+    *_each("decode-8-times-as-long", lengths=_LONG),
+    *_each("decode-stripe-of-8", lengths=_LONG, shards=8),
+    *(case for tokens in (2, 4, 8) for case in _each(f"verify-{tokens}", tokens=tokens)),
+    *_each("verify-4-32-heads", tokens=4, heads=32),
+    *_each("chunk-16", tokens=16, query_tile=64, lengths=ragged_lengths(16)),
+    *(
+        _case(f"try-{short}-{lanes}x{keys}-{groups}", _part(_attention, dtype=dtype, tiles=Tiles(lanes, keys, groups)))
+        for short, dtype in _TYPES.items()
+        for lanes, keys, groups in ((16, 256, 1), (32, 256, 4), (8, 512, 1), (8, 512, 2), (16, 512, 1), (16, 512, 2),
+                                    (16, 512, 4), (24, 512, 3), (8, 1024, 2))
+    ),
+)  # fmt: skip

@@ -14,12 +14,15 @@ from pallas_kernels.mla.pages import LANES, pages_of
 from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of, positions
 from pallas_kernels.mla.tpu.kernel import BUFFERS, Lanes, Shape, kernel
 from pallas_kernels.mla.tpu.plan import Plan, next_present, plan, units_of
-from pallas_kernels.mla.tpu.tiles import Tiles, choose_tiles
+from pallas_kernels.mla.tpu.tiles import SCALAR_BYTES, Tiles, choose_tiles, vmem_bytes
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, max_tiles
 
+_TYPES = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz)
 # Columns of the block table in scalar memory for each lane, twice.
 _WINDOW = 1024
+# Tokens of a unit of long rows, and rows of its products.
+_QUERIES, _MOST_ROWS = 16, 1024
 
 
 def _words(blocks: Blocks, place: Int32[Array, "parts keys"], pack: int) -> Int32[Array, "parts 3 pack words 128"]:
@@ -130,6 +133,11 @@ def mla_attention(
     form = pages_of(cache, latent, q_rope.shape[-1])
     padded = -(-heads // 16) * 16
     page_rows = form.rows
+    if not form.planes or cache.dtype not in _TYPES:
+        raise ValueError(
+            f"cache: got {cache.dtype} pages of {cache.shape[2:]}; the TPU kernel takes pages in planes of bfloat16 or 8-bit "
+            "floats; use implementation 'reference' for others"
+        )
 
     # Queries in the dtype of the products: scale, cache scale and base 2 folded in.
     cap = visible.soft_cap
@@ -155,7 +163,7 @@ def mla_attention(
     else:
         few = (rows.length == 1) & (rows.length > 0)
         out, lse = run(few, lead, (), queries=1, most=min(count, table.shape[0]), tiles=tiles, name=name)
-        queries = 16
+        queries = min(_QUERIES, max(1, _MOST_ROWS // padded))
         most = max_tiles(count, table.shape[0], queries, anchored=False)
         out, lse = run(rows.length > 1, 0 * lead, (out, lse), queries=queries, most=most, tiles=None, name=name + "_long")
     lse = lse.reshape(count, -1)[:, :heads]
@@ -168,8 +176,12 @@ def _class(
 ):  # fmt: skip
     """The launch for the rows that are `here`."""
     count, heads, latent = query.shape
-    tiles = tiles or choose_tiles(heads, queries, latent, page_rows, pool.dtype)
-    blocks = blocks_of(page_rows, latent, tiles.keys, pool.dtype.itemsize)
+    size = pool.dtype.itemsize
+    if tiles is None:
+        tiles, blocks = choose_tiles(heads, queries, latent, page_rows, pool.dtype)
+    else:
+        blocks = blocks_of(page_rows, latent, tiles.keys, size)
+    vmem = vmem_bytes(tiles, blocks, heads, queries, latent, size)
     columns = table.shape[1]
     window = min(-(-columns // blocks.pages), _WINDOW // blocks.pages) * blocks.pages
     windows = -(-columns // window)
@@ -181,6 +193,12 @@ def _class(
     null = jnp.asarray(layer, jnp.int32) * pages
     units = units_of(rows, here, count, queries, most, blocks, table, shards, visible)
     work = plan(units, tiles.lanes, blocks, shape.page, window, windows, lead, null)
+    scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * (-(-window // LANES) * LANES))
+    if scalars > SCALAR_BYTES:
+        raise ValueError(
+            f"mla_attention: {scalars} bytes of scalar memory needed for {count} tokens, {table.shape[0]} rows and a table "
+            f"of {columns} columns; {SCALAR_BYTES} may be used: give fewer at once"
+        )
     ids = jnp.pad(table, ((0, 0), (0, windows * window - columns))).reshape(-1, 1, window)
     ids = jnp.pad(ids + null, ((0, 0), (0, 0), (0, -window % LANES)))
     if not interpret:
@@ -188,6 +206,6 @@ def _class(
         ids = pltpu.with_memory_space_constraint(ids, pltpu.HBM)
     place = positions(blocks, shards, rank, interleave)
     return _launch(
-        query, tail, pool, ids, out_scale, work, place, earlier, shape=shape, vmem=tiles.vmem,
+        query, tail, pool, ids, out_scale, work, place, earlier, shape=shape, vmem=vmem,
         interpret=interpret, name=name,
     )  # fmt: skip

@@ -1,25 +1,85 @@
-"""Tiles of the attention kernel."""
+"""Tiles of the attention kernel: measured choices by chip and type, and the vector memory they take."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mla.pages import LANES
+from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of
 
 
 class Tiles(NamedTuple):
-    """Attributes:
-    lanes: units side by side.
-    keys: of a block, at most.
-    groups: see `kernel.Shape`.
-    vmem: limit for the compiler, bytes.
+    """Sizes of a launch.
+
+    Attributes:
+      lanes: units worked on side by side.
+      keys: of a block, at most.
+      groups: parts of the lanes that go through the stages one after another (`kernel.Shape`).
+      slots: units finished beside the products of the next step.
     """
 
     lanes: int
     keys: int
     groups: int
     slots: int = 3
-    vmem: int = 60 << 20
 
 
-def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> Tiles:
-    """Tiles."""
-    return Tiles(8 if queries == 1 else 2, 512, 1)
+# For one token of 64 heads, by chip generation and bytes of a cached value; docs/13-mla-kernels.md has what each costs.
+_MEASURED = {
+    (6, 2): Tiles(8, 512, 1),
+    (6, 1): Tiles(8, 512, 1),
+    (7, 2): Tiles(16, 512, 2),
+    (7, 1): Tiles(16, 512, 2),
+}
+_OTHERS = Tiles(8, 512, 1)
+
+# Rows of the products times lanes: beyond, code and accumulators grow and nothing is left to hide.
+_MOST_ROWS = 1024
+# Copies written out in a step; small pages need many.
+_MOST_COPIES = 128
+# Scalar memory is 1 MiB on every chip; events and windows of the block table may take this much.
+SCALAR_BYTES = 768 << 10
+# For what the compiler itself puts into vector memory.
+_SPARE = 8 << 20
+_VMEM = {5: 52 << 20, 6: 110 << 20, 7: 56 << 20}
+
+
+def generation() -> int:
+    """Of the chip that is compiled for; 0 where there is none, as in an interpreter."""
+    return pltpu.get_tpu_info().generation if pltpu.is_tpu_device() else 0
+
+
+def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> tuple[Tiles, Blocks]:
+    """Tiles and blocks for units of `queries` tokens over pages of `rows` rows."""
+    size = jnp.dtype(dtype).itemsize
+    found = _MEASURED.get((generation(), size), _OTHERS)
+    wide = heads * queries
+    lanes = found.lanes
+    while lanes > 1 and (lanes * wide > _MOST_ROWS or lanes * (found.keys // min(rows, found.keys)) > _MOST_COPIES):
+        lanes //= 2
+    tiles = Tiles(lanes, found.keys, min(found.groups, lanes), 3 if wide <= 128 else 0)
+    return tiles, blocks_of(rows, latent, tiles.keys, size)
+
+
+def vmem_bytes(tiles: Tiles, blocks: Blocks, heads: int, queries: int, latent: int, size: int) -> int:
+    """Vector memory of a launch, in bytes, with room for what the compiler adds.
+
+    Raises:
+      ValueError: more than the chip has.
+    """
+    wide = heads * queries
+    spread = -(-heads // LANES) * LANES
+    buffers = 3 * tiles.lanes * blocks.keys * (latent + LANES // 2) * size
+    query = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 2
+    accumulators = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 4
+    stages = (2 * tiles.slots + 1) * queries * (heads * latent * 2 + 8 * spread * 4)
+    constants = blocks.parts * blocks.keys * (6 * LANES + 64)
+    total = buffers + query + accumulators + stages + constants + _SPARE
+    most = _VMEM.get(generation(), max(_VMEM.values()))
+    if total > most:
+        raise ValueError(
+            f"mla_attention: {total} bytes of vector memory needed for {queries} tokens of {heads} heads, "
+            f"{tiles.lanes} lanes and blocks of {blocks.keys} keys; {most} may be used"
+        )
+    return total
