@@ -397,7 +397,7 @@ class Work:
         """Starts the copies of a lane's next block; returns how many pages come.
 
         Pages that are not to be read are copies of size 0, and the place for them keeps what it had, which is finite.
-        An interpreter has no copies of a size not known before; there some page comes.
+        An interpreter has no copies of a size not known before; there they are predicated.
         """
         state, refs, blocks = self.lanes, self.refs, self.shape.blocks
         at, last = state.at[lane], state.last[lane]
@@ -410,17 +410,17 @@ class Work:
         if low is not None:
             came = jnp.maximum(came - jnp.maximum(low - first, 0), 0)
         for i in range(blocks.pages):
-            column, count = first + i, blocks.groups
-            if self.interpreted:
-                column = jnp.minimum(column, jnp.maximum(last, (2 * lane + state.window[lane]) * self.columns))
-            else:
-                there = column <= last if low is None else (column <= last) & (column >= low)
-                count = jnp.where(there, count, 0)
-            source = refs.cache.at[refs.ids[column], pl.ds(0, count)]
+            column = first + i
+            there = column <= last if low is None else (column <= last) & (column >= low)
+            count = blocks.groups if self.interpreted else jnp.where(there, blocks.groups, 0)
+            # Behind the last page there may be no page id, and in an interpreter not even memory.
+            page = refs.ids[jnp.where(there, column, 0) if self.interpreted else column]
+            source = refs.cache.at[page, pl.ds(0, count)]
             if blocks.parts > 1:
                 source = source.at[:, pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)]
             target = refs.buffer.at[slot, pl.ds(self._place(lane, i, 0), count)]
-            pltpu.make_async_copy(source, target, refs.arrived.at[slot]).start()
+            copy = pltpu.make_async_copy(source, target, refs.arrived.at[slot])
+            pl.when(there)(copy.start) if self.interpreted else copy.start()
         state.at[lane] = at + blocks.pages
         return came
 
@@ -437,24 +437,27 @@ class Work:
 
     def take(self, slot):
         """Waits for a buffer to have what was sent for."""
-        refs = self.refs
-        count = refs.buffer.shape[1] if self.interpreted else self.lanes.fetched[slot]
-        whole = refs.buffer.at[slot, pl.ds(0, count)]
-        pltpu.make_async_copy(whole, whole, refs.arrived.at[slot]).wait()
+        refs, groups = self.refs, self.shape.blocks.groups
+
+        def wait(count):
+            some = refs.buffer.at[slot, pl.ds(0, count)]
+            pltpu.make_async_copy(some, some, refs.arrived.at[slot]).wait()
+
+        if not self.interpreted:
+            wait(self.lanes.fetched[slot])
+            return
+
+        def page(i, carry):
+            wait(groups)
+            return carry
+
+        jax.lax.fori_loop(0, jax.lax.div(self.lanes.fetched[slot], groups), page, None)
 
     def wipe(self, slot, event):
         """Zeros to rows that the cache does not have yet, before the page is multiplied: 0 * NaN is NaN."""
         lane, dirty, end, blocks = event.lane, event.page, event.page_end, self.shape.blocks
         part = self._split(self.lanes.block[lane])[1] if blocks.parts > 1 else 0
-        if not self.interpreted:
-            self._wipe_page(slot, lane, dirty, part, end)
-            return
-
-        def page(i, carry):  # the last page is in all places behind it
-            self._wipe_page(slot, lane, i, part, end)
-            return carry
-
-        jax.lax.fori_loop(dirty, blocks.pages, page, None)
+        self._wipe_page(slot, lane, dirty, part, end)
 
     def _split(self, block):
         """First column of a block, and which part of its page it is."""
@@ -677,16 +680,15 @@ class Work:
         refs.blank[...] = jnp.zeros(refs.blank.shape, refs.blank.dtype)
         refs.blank_lse[...] = jnp.full(refs.blank_lse.shape, -jnp.inf, jnp.float32)
         self.clear(0, self.plan.scalars[1])
-        if not self.interpreted:  # places that nothing comes to are multiplied too
 
-            def place(i, carry):
-                groups = shape.blocks.groups
-                blank = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
-                for slot in range(BUFFERS):
-                    refs.buffer[slot, pl.ds(i * groups, groups)] = blank
-                return carry
+        def place(i, carry):  # what no copy comes to is multiplied too
+            groups = shape.blocks.groups
+            blank = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
+            for slot in range(BUFFERS):
+                refs.buffer[slot, pl.ds(i * groups, groups)] = blank
+            return carry
 
-            jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, place, None)
+        jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, place, None)
 
     def run(self):
         state, shape = self.lanes, self.shape

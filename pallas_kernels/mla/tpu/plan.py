@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels.mla.tpu.blocks import Blocks
 from pallas_kernels.mla.visible import Visible
@@ -121,7 +121,7 @@ def next_present(rows: RaggedRows, count: int) -> Int32[Array, "R"]:
 
 def units_of(
     rows: RaggedRows,
-    here: Int32[Array, "R"],
+    here: Bool[Array, "R"],
     count: int,
     tile: int,
     most: int,
