@@ -17,8 +17,8 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels.mla import merge_lse, mla_attention
 from pallas_kernels.mla.pages import pool_shape
 from pallas_kernels.mla.tpu import attention
-from pallas_kernels.mla.tpu.tiles import Tiles, vmem_bytes
 from pallas_kernels.mla.tpu.blocks import blocks_of
+from pallas_kernels.mla.tpu.tiles import Tiles, vmem_bytes
 from pallas_kernels.mla.visible import Visible, visible
 from pallas_kernels.rows import RaggedRows
 from tests.kernels import mla_oracle as oracle
@@ -28,6 +28,7 @@ from tests.kernels.races import races_found
 SCALE, LAYER = 0.1, 1
 BF16, E4M3, B11 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz
 # Half the time to compile; each program runs a few times.
+FOUR_LANES, CAUSAL = Tiles(4, 128, 1), Visible()
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -42,8 +43,8 @@ class Kind:
     shards: int = 1
     interleave: int = 1
     query_tile: int = 1
-    tiles: Tiles = Tiles(4, 128, 1)
-    sees: Visible = Visible()
+    tiles: Tiles = FOUR_LANES
+    sees: Visible = CAUSAL
     cache_scale: float | None = None
 
     @property
@@ -168,7 +169,9 @@ def test_slack_between_rows_is_cleared():
     assert np.isneginf(lse[slack]).all()
 
 
-@pytest.mark.parametrize("kind", [Kind(n=32, tiles=Tiles(2, 64, 1, 1)), Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0))])
+@pytest.mark.parametrize(
+    "kind", [Kind(n=32, tiles=Tiles(2, 64, 1, 1)), Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0))]
+)
 def test_no_races_no_uninitialised_memory_and_nothing_out_of_bounds(kind):
     given = kind.case([1, 1, 0, 1, 1], [70, 3, 0, 100, 31], 1)
     got = jax.jit(functools.partial(kind.run, interpret=tpu.CHECKED))(*arguments(given))
@@ -191,8 +194,10 @@ def test_eight_devices_hold_a_stripe_each():
         local, mesh=mesh, in_specs=(all_ranks, all_ranks, here, all_ranks, all_ranks, all_ranks),
         out_specs=all_ranks, check_vma=False,
     )  # fmt: skip
-    got = jax.jit(run).lower(q, rope, jnp.stack(given.pools), layer, rows, table).compile(compiler_options=QUICK)(
-        q, rope, jnp.stack(given.pools), layer, rows, table
+    got = (
+        jax.jit(run)
+        .lower(q, rope, jnp.stack(given.pools), layer, rows, table)
+        .compile(compiler_options=QUICK)(q, rope, jnp.stack(given.pools), layer, rows, table)
     )
     close(got, kind.wanted(given))
 

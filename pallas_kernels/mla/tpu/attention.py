@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mla.pages import LANES, pages_of
 from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of, positions
-from pallas_kernels.mla.tpu.kernel import BUFFERS, Lanes, Shape, kernel
-from pallas_kernels.mla.tpu.plan import Plan, next_present, plan, units_of
+from pallas_kernels.mla.tpu.kernel import kernel
+from pallas_kernels.mla.tpu.plan import plan, units_of
+from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Shape
 from pallas_kernels.mla.tpu.tiles import SCALAR_BYTES, Tiles, choose_tiles, vmem_bytes
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, max_tiles
@@ -36,9 +37,7 @@ def _words(blocks: Blocks, place: Int32[Array, "parts keys"], pack: int) -> Int3
     return jnp.moveaxis(rows.reshape(blocks.parts, 3, -1, pack, LANES), 3, 2)
 
 
-def _launch(
-    query, tail, cache, table, factor, work, place, earlier, *, shape, vmem, interpret, name
-):
+def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, vmem, interpret, name):
     """One call of the kernel; `earlier` are outputs to go on with, or ()."""
     count = query.shape[0]
     blocks, lanes, rows = shape.blocks, shape.lanes, shape.rows
@@ -135,8 +134,8 @@ def mla_attention(
     page_rows = form.rows
     if not form.planes or cache.dtype not in _TYPES:
         raise ValueError(
-            f"cache: got {cache.dtype} pages of {cache.shape[2:]}; the TPU kernel takes pages in planes of bfloat16 or 8-bit "
-            "floats; use implementation 'reference' for others"
+            f"cache: got {cache.dtype} pages of {cache.shape[2:]}; the TPU kernel takes pages in planes, of "
+            "bfloat16 or 8-bit floats; use implementation 'reference' for others"
         )
 
     # Queries in the dtype of the products: scale, cache scale and base 2 folded in.
@@ -148,7 +147,9 @@ def mla_attention(
     tail = jnp.pad((q_rope * factor).astype(jnp.bfloat16), spread)
     none = jnp.zeros_like(tail)
     tail = jnp.stack([jnp.concatenate([tail, none], axis=-1), jnp.concatenate([none, tail], axis=-1)], axis=1)
-    out_scale = jnp.asarray(1.0 if cache_scale is None else cache_scale, jnp.float32) * jnp.ones((1, LANES), jnp.float32)
+    out_scale = jnp.asarray(1.0 if cache_scale is None else cache_scale, jnp.float32) * jnp.ones(
+        (1, LANES), jnp.float32
+    )
 
     pool = cache.reshape(cache.shape[0] * cache.shape[1], 2 * latent // LANES + 1, page_rows // 2, LANES)
     lead = jnp.min(jnp.where(rows.length > 0, rows.offset, count))
@@ -165,14 +166,16 @@ def mla_attention(
         out, lse = run(few, lead, (), queries=1, most=min(count, table.shape[0]), tiles=tiles, name=name)
         queries = min(_QUERIES, max(1, _MOST_ROWS // padded))
         most = max_tiles(count, table.shape[0], queries, anchored=False)
-        out, lse = run(rows.length > 1, 0 * lead, (out, lse), queries=queries, most=most, tiles=None, name=name + "_long")
+        out, lse = run(
+            rows.length > 1, 0 * lead, (out, lse), queries=queries, most=most, tiles=None, name=name + "_long"
+        )
     lse = lse.reshape(count, -1)[:, :heads]
     return out[:, :heads], lse
 
 
 def _class(
-    query, tail, pool, table, out_scale, rows, layer, here, lead, earlier, *, page_rows, pages, shards, rank, interleave,
-    visible, interpret, queries, most, tiles, name,
+    query, tail, pool, table, out_scale, rows, layer, here, lead, earlier, *, page_rows, pages, shards, rank,
+    interleave, visible, interpret, queries, most, tiles, name,
 ):  # fmt: skip
     """The launch for the rows that are `here`."""
     count, heads, latent = query.shape
@@ -196,8 +199,8 @@ def _class(
     scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * (-(-window // LANES) * LANES))
     if scalars > SCALAR_BYTES:
         raise ValueError(
-            f"mla_attention: {scalars} bytes of scalar memory needed for {count} tokens, {table.shape[0]} rows and a table "
-            f"of {columns} columns; {SCALAR_BYTES} may be used: give fewer at once"
+            f"mla_attention: {scalars} bytes of scalar memory needed for {count} tokens, {table.shape[0]} rows and a "
+            f"table of {columns} columns; {SCALAR_BYTES} may be used: give fewer at once"
         )
     ids = jnp.pad(table, ((0, 0), (0, windows * window - columns))).reshape(-1, 1, window)
     ids = jnp.pad(ids + null, ((0, 0), (0, 0), (0, -window % LANES)))

@@ -56,9 +56,7 @@ def blocks_of(rows: int, latent: int, most: int, itemsize: int) -> Blocks:
     return Blocks(rows, 1, next(fitting, 1), groups)
 
 
-def positions(
-    blocks: Blocks, shards: int, rank: Int32[Array, ""] | int, interleave: int
-) -> Int32[Array, "parts keys"]:
+def positions(blocks: Blocks, shards: int, rank: Int32[Array, ""] | int, interleave: int) -> Int32[Array, "parts keys"]:
     """Global position of each key of a block, relative to its first page, for each part of a page."""
     page = jnp.arange(blocks.pages, dtype=jnp.int32)[None, None, :, None]
     half = jnp.arange(2, dtype=jnp.int32)[None, :, None, None]

@@ -1,7 +1,7 @@
 """What each lane of the kernel does in each step, as flat integer arrays for scalar prefetch.
 
-A unit is a tile of queries of one row with the blocks of keys it sees. All blocks of all units stand in one line that is
-cut into equal segments, one for each lane, so lanes end within one step of each other whatever the lengths. A unit
+A unit is a tile of queries of one row with the blocks of keys it sees. All blocks of all units stand in one line that
+is cut into equal segments, one for each lane, so lanes end within one step of each other whatever the lengths. A unit
 that a cut goes through is finished by merging what the lanes have of it. Changes of a lane are events, sorted by
 step; between them a lane just goes to its next block.
 """
@@ -161,8 +161,16 @@ def units_of(
     )  # fmt: skip
 
 
-def plan(units: Units, lanes: int, blocks: Blocks, page: int, window: int, windows: int, lead: Int32[Array, ""],
-    null: Int32[Array, ""]) -> Plan:
+def plan(
+    units: Units,
+    lanes: int,
+    blocks: Blocks,
+    page: int,
+    window: int,
+    windows: int,
+    lead: Int32[Array, ""],
+    null: Int32[Array, ""],
+) -> Plan:
     """The plan.
 
     Args:

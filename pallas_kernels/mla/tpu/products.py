@@ -1,0 +1,116 @@
+"""Products and softmax: all lanes through one block each."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla.pages import LANES
+from pallas_kernels.mla.tpu.outputs import UNSEEN, wide
+from pallas_kernels.mla.tpu.state import Work
+
+
+class Products(Work):
+    """The straight-line code."""
+
+    def multiply(self, slot, beside) -> None:
+        """All lanes through one block each.
+
+        `beside(lane)` is written with the weights of the lane, where nothing of the buffers is read: copies that begin
+        there are in the way of no load.
+        """
+        shape = self.shape
+        each = shape.lanes // shape.groups
+        parts = [range(g * each, (g + 1) * each) for g in range(shape.groups)]
+        scores, weights = {}, {}
+
+        def weigh(part):
+            for lane in part:
+                beside(lane)
+                weights[lane] = self.weigh(lane, scores.pop(lane))
+
+        for lane in parts[0]:
+            scores[lane] = self.scores(slot, lane)
+        weigh(parts[0])
+        for earlier, part in itertools.pairwise(parts):
+            for done, lane in zip(earlier, part, strict=True):
+                self.values(slot, done, *weights.pop(done))
+                scores[lane] = self.scores(slot, lane)
+            weigh(part)
+        for lane in parts[-1]:
+            self.values(slot, lane, *weights.pop(lane))
+
+    def _rows(self, x):
+        """Rows as they enter products; the interpreter of some platforms has no mixed ones."""
+        return x.astype(jnp.bfloat16) if self.interpreted else x
+
+    def _latent(self, slot, lane):
+        """[keys, L] latents of a block, put together from its planes."""
+        refs, blocks = self.refs, self.shape.blocks
+        planes = []
+        for plane in range(self.shape.latent // LANES):
+            places = [self.place(lane, i, 2 * plane + half) for half in range(2) for i in range(blocks.pages)]
+            halves = [refs.buffer[slot, place] for place in places]
+            planes.append(jnp.concatenate(halves, axis=0))
+        return self._rows(jnp.concatenate(planes, axis=1))
+
+    def scores(self, slot, lane) -> jax.Array:
+        """[Q N, keys] scores in base 2, unseen keys far below."""
+        refs, shape, state = self.refs, self.shape, self.lanes
+        rows, blocks = shape.rows, shape.blocks
+        place = state.query[lane]
+        query = refs.queries[lane, place].reshape(rows, shape.latent)
+        tail = refs.tails[lane, place].reshape(2 * rows, LANES)
+        tails = [refs.buffer[slot, self.place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
+        tails = jnp.concatenate(tails, axis=0)
+        score = _dot(query, self._latent(slot, lane), 1)
+        both = _dot(tail, self._rows(tails), 1)
+        score += jnp.concatenate([both[:rows], both[rows:]], axis=1)
+        if shape.visible.soft_cap is not None:
+            score = jnp.tanh(score) * (shape.visible.soft_cap * math.log2(math.e))
+        return score + self._bias(lane)
+
+    def _bias(self, lane):
+        """0 for keys that are seen, [1, keys] or [Q N, keys]."""
+        refs, shape, state = self.refs, self.shape, self.lanes
+        visible = shape.visible
+        first, part = self.split(state.block[lane])
+        state.block[lane] += 1
+        place = refs.place[part] + refs.hidden[lane]
+        own = state.position[lane] - first * shape.page
+        if shape.queries > 1:
+            own += jax.lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0) // shape.heads
+        seen = place <= own if visible.causal else place < state.end[lane] - first * shape.page
+        if visible.window is not None:
+            seen &= place > own - visible.window
+        return jnp.where(seen, 0.0, UNSEEN)
+
+    def weigh(self, lane, score) -> tuple[jax.Array, jax.Array]:
+        """Weights of the block in bf16 and the factor of what was before; updates maximum and sum.
+
+        Maximum, sum and factor lie in all 128 lanes, since a column would have to be spread for each use.
+        """
+        refs, acc = self.refs, self.lanes.acc[lane]
+        keys = score.shape[1]
+        old = refs.top[acc]
+        top = jnp.maximum(old, jnp.max(score, axis=1, keepdims=True))
+        fade = jnp.exp2(old - top)
+        weight = jnp.exp2(score - wide(top, keys))
+        if keys % LANES:
+            share = jnp.sum(weight, axis=1, keepdims=True) * (1 / LANES)
+        else:
+            share = sum(weight[:, i : i + LANES] for i in range(0, keys, LANES))
+        refs.total[acc] = refs.total[acc] * fade + share
+        refs.top[acc] = top
+        return weight.astype(jnp.bfloat16), fade
+
+    def values(self, slot, lane, weight, fade) -> None:
+        """Adds the weighted latents."""
+        refs, acc = self.refs, self.lanes.acc[lane]
+        refs.acc[acc] = refs.acc[acc] * wide(fade, self.shape.latent) + _dot(weight, self._latent(slot, lane), 0)
+
+
+def _dot(a, b, axis):
+    """a [m, k] with b [n, k] (axis 1) or [k, n] (axis 0), in fp32."""
+    return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)

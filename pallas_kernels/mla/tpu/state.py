@@ -1,0 +1,163 @@
+"""What the parts of the kernel share: static sizes, the refs of a call, state in scalar memory, an event."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla.tpu import plan as plans
+from pallas_kernels.mla.tpu.blocks import Blocks
+from pallas_kernels.mla.visible import Visible
+
+BUFFERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static sizes of a launch.
+
+    Attributes:
+      lanes: units worked on side by side.
+      queries: most tokens of a unit, Q.
+      heads: N, a multiple of 16.
+      latent: L.
+      blocks: the cut of the keys.
+      shards: ranks that the token axis is striped over.
+      visible: what a query sees.
+      groups: in how many parts lanes go through the stages; with more than one the products of scores of a part stand
+        between the products of values of the part before.
+      window: columns of the block table held for a lane.
+      splits: whether a lane may be told something in the middle of a unit.
+      slots: units that can be finished beside the products of the next step; more at once are finished on their own.
+    """
+
+    lanes: int
+    queries: int
+    heads: int
+    latent: int
+    blocks: Blocks
+    shards: int
+    visible: Visible
+    groups: int
+    window: int
+    splits: bool
+    slots: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the products."""
+        return self.queries * self.heads
+
+    @property
+    def page(self) -> int:
+        """Positions of a column of the block table."""
+        return self.blocks.rows * self.shards
+
+
+class Lanes(NamedTuple):
+    """State in scalar memory, [lanes] each unless said otherwise.
+
+    Fetching, two steps ahead: next block (its column where pages are no larger than blocks), first and last column to
+    read, all as places in `ids`; which of two windows that is, and where the query goes. Working: block, position of
+    the unit's first token, end of its row, the query's place, the accumulator, the one before, and where the unit's
+    row of the table begins if it has null blocks.
+    """
+
+    at: Any
+    low: Any
+    last: Any
+    window: Any
+    asked: Any
+    block: Any
+    position: Any
+    end: Any
+    query: Any
+    acc: Any
+    kept: Any
+    row: Any
+    nulls: Any  # [2] lanes at units with null blocks, and whether `hidden` is not all 0
+    fetched: Any  # [BUFFERS] groups of rows on their way
+    cursor: Any  # [2] next events: to fetch, to work
+    ended: Any  # [2 + 4 (slots + 1)] units to be finished: how many, whose turn; of each accumulator, token, count, gap
+    leaving: Any  # [4] tokens on their way out in each turn, of units finished on their own, and cleared slack
+
+
+class Refs(NamedTuple):
+    """Operands and scratch, in the order of the call after the plan."""
+
+    factor: Any  # VMEM [1, 128] fp32: cache scale
+    query: Any  # HBM [T, N, L]
+    tail: Any  # HBM [T, 2, N, 128]: [q_pe | 0] and [0 | q_pe]
+    table: Any  # HBM [windows of all rows, 1, columns of a window, padded] pages of the pool
+    cache: Any  # HBM [layers B, groups, n / 2, 128]
+    place: Any  # VMEM [parts, 1, keys] positions of keys within a block
+    member: Any  # VMEM [1, keys] index of the page a key is in
+    words: Any  # VMEM [parts, 3, pack, words, 128] positions of the rows in each word of first, second halves, tails
+    out: Any  # HBM [T, N, L]
+    lse: Any  # HBM [T, N' / 128, 128]
+    buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]
+    queries: Any  # VMEM [lanes, BUFFERS, Q, N, L]
+    tails: Any  # VMEM [lanes, BUFFERS, 2, Q, N, 128]
+    acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes keep of units
+    top: Any  # VMEM [3 lanes, Q N, 128] fp32
+    total: Any  # VMEM [3 lanes, Q N, 128] fp32
+    hidden: Any  # VMEM [lanes, 1, keys] int32: large for keys of null blocks
+    stage: Any  # VMEM [2 slots + 1, Q, N, L]: for each slot two in turn, and one for units finished on their own
+    stage_lse: Any  # VMEM [2 slots + 1, Q, N' / 128, 128]
+    blank: Any  # VMEM [N, L] zeros
+    blank_lse: Any  # VMEM [N' / 128, 128] -inf
+    ids: Any  # SMEM [(2 lanes + 1) * columns of a window]
+    arrived: Any  # DMA [BUFFERS]
+    windows: Any  # DMA [lanes + 1]
+    asked: Any  # DMA [lanes, BUFFERS]
+    left: Any  # DMA [3]
+    cleared: Any  # DMA []
+    lanes: Lanes
+
+
+class Event:
+    """An event: fields of `plan.Events` by name."""
+
+    def __init__(self, events, index):
+        self._events, self._index, self._count = events, index, events.shape[0] // len(plans.Events._fields)
+
+    def __getattr__(self, name):
+        return self._events[plans.Events._fields.index(name) * self._count + self._index]
+
+
+class Work:
+    """Base of the parts of the kernel; all state is in the refs."""
+
+    def __init__(self, shape: Shape, plan: plans.Plan, refs: Refs, interpreted: bool):
+        self.shape, self.plan, self.refs, self.lanes, self.interpreted = shape, plan, refs, refs.lanes, interpreted
+        self.columns = refs.table.shape[2]
+
+    def each(self, count, body) -> None:
+        """body(t) for the tokens of a unit, of which there is one at least."""
+        if self.shape.queries == 1:
+            body(0)
+            return
+
+        def one(t, carry):
+            body(t)
+            return carry
+
+        jax.lax.fori_loop(0, count, one, None)
+
+    def split(self, block) -> tuple[Any, Any]:
+        """First column of a block, and which part of its page it is."""
+        blocks = self.shape.blocks
+        if blocks.parts == 1:
+            return block * blocks.pages, 0
+        column = jax.lax.div(block, blocks.parts)
+        return column, block - column * blocks.parts
+
+    def place(self, lane, page, group) -> Any:
+        """Where a group of a page lies in a buffer."""
+        return (lane * self.shape.blocks.pages + page) * self.shape.blocks.groups + group
+
+
+def following_place(place, count) -> Any:
+    """The next of `count` places that take turns."""
+    return jnp.where(place == count - 1, 0, place + 1)
