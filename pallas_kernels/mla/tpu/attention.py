@@ -196,14 +196,16 @@ def _class(
     null = jnp.asarray(layer, jnp.int32) * pages
     units = units_of(rows, here, count, queries, most, blocks, table, shards, visible)
     work = plan(units, tiles.lanes, blocks, shape.page, window, windows, lead, null)
-    scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * (-(-window // LANES) * LANES))
+    # Lanes read up to four blocks behind the last column of a window.
+    width = -(-(window + 4 * blocks.pages) // LANES) * LANES
+    scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * width)
     if scalars > SCALAR_BYTES:
         raise ValueError(
             f"mla_attention: {scalars} bytes of scalar memory needed for {count} tokens, {table.shape[0]} rows and a "
             f"table of {columns} columns; {SCALAR_BYTES} may be used: give fewer at once"
         )
-    ids = jnp.pad(table, ((0, 0), (0, windows * window - columns))).reshape(-1, 1, window)
-    ids = jnp.pad(ids + null, ((0, 0), (0, 0), (0, -window % LANES)))
+    ids = jnp.pad(jnp.clip(table, 0, pages - 1), ((0, 0), (0, windows * window - columns)))
+    ids = jnp.pad(ids.reshape(-1, 1, window), ((0, 0), (0, 0), (0, width - window))) + null
     if not interpret:
         # Small as it is, the compiler would else move it into vector memory first.
         ids = pltpu.with_memory_space_constraint(ids, pltpu.HBM)

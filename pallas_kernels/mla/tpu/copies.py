@@ -34,9 +34,8 @@ class Copies(Work):
             column = first + i
             there = column <= last if low is None else (column <= last) & (column >= low)
             count = blocks.groups if self.interpreted else jnp.where(there, blocks.groups, 0)
-            # Behind the last page may be anything, and in an interpreter not even memory.
-            page = refs.ids[jnp.where(there, column, 0) if self.interpreted else column]
-            page = jnp.where(there, page, self.plan.scalars[2])
+            # Windows are wide enough for reading behind the last page: there are other ids, all of them in the pool.
+            page = refs.ids[column]
             source = refs.cache.at[page, pl.ds(0, count)]
             if blocks.parts > 1:
                 source = source.at[:, pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)]
