@@ -15,7 +15,7 @@ from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of, positions
 from pallas_kernels.mla.tpu.kernel import kernel
 from pallas_kernels.mla.tpu.plan import plan, units_of
 from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Shape
-from pallas_kernels.mla.tpu.tiles import SCALAR_BYTES, Tiles, choose_tiles, vmem_bytes
+from pallas_kernels.mla.tpu.tiles import SCALAR_BYTES, Tiles, choose_tiles, generation, vmem_bytes
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, max_tiles
 
@@ -137,6 +137,9 @@ def mla_attention(
             f"cache: got {cache.dtype} pages of {cache.shape[2:]}; the TPU kernel takes pages in planes, of "
             "bfloat16 or 8-bit floats; use implementation 'reference' for others"
         )
+
+    if cache.dtype == jnp.float8_e4m3b11fnuz and generation() == 7:
+        raise ValueError("cache: got float8_e4m3b11fnuz, which tpu7x does not multiply; use float8_e4m3fn there")
 
     # Queries in the dtype of the products: scale, cache scale and base 2 folded in.
     cap = visible.soft_cap
