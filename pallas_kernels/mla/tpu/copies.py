@@ -38,7 +38,8 @@ class Copies(Work):
             page = refs.ids[column]
             source = refs.cache.at[page, pl.ds(0, count)]
             if blocks.parts > 1:
-                source = source.at[:, pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)]
+                rows = pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)
+                source = refs.cache.at[page, pl.ds(0, count), rows]
             target = refs.buffer.at[slot, pl.ds(self.place(lane, i, 0), count)]
             copy = pltpu.make_async_copy(source, target, refs.arrived.at[slot])
             pl.when(there)(copy.start) if self.interpreted else copy.start()
