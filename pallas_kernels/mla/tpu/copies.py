@@ -1,5 +1,6 @@
 """Blocks of keys on their way into vector memory, and what must not be multiplied taken out of them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ class Copies(Work):
         state, refs, blocks = self.lanes, self.refs, self.shape.blocks
         at, last = state.at[lane], state.last[lane]
         low = None if self.shape.visible.window is None else state.low[lane]
-        first, part = at, 0
+        first, part = at, jnp.int32(0)
         if blocks.parts > 1:
             first = jax.lax.div(at, blocks.parts)
             part = at - first * blocks.parts
@@ -87,12 +88,13 @@ class Copies(Work):
         pack = refs.words.shape[2]
         bits = 32 // pack
         for kind in range(3):
-            keep = None
+            halves = []
             for i in range(pack):
                 mask = ((1 << bits) - 1) << (bits * i)
                 mask = mask - (1 << 32) if mask >= 1 << 31 else mask
                 word = jnp.where(refs.words[part, kind, i] < end, jnp.int32(mask), jnp.int32(0))
-                keep = word if keep is None else keep | word
+                halves.append(word)
+            keep = functools.reduce(jnp.bitwise_or, halves)
             for group in range(kind, blocks.groups - 1, 2) if kind < 2 else (blocks.groups - 1,):
                 rows = refs.buffer[slot, self.place(lane, page, group)]
                 words = pltpu.bitcast(rows, jnp.int32) & keep

@@ -33,7 +33,7 @@ class Changes(Outputs):
 
         def whole():
             self._look(event, lane)
-            self._ask(lane, event.token, event.count)
+            self._ask(lane, event.token, event.tokens)
 
         if not self.shape.splits:
             whole()
@@ -96,7 +96,7 @@ class Changes(Outputs):
                 copy.wait()
 
         self.reset(2 * lane + 1 - (acc & 1))
-        self.each(event.count, wait)
+        self.each(event.tokens, wait)
 
     def _take_up(self, event, lane, acc):
         """State of a lane at another unit, or at none."""

@@ -133,4 +133,4 @@ def kernel(*refs, shape: Shape, interpreted: bool) -> None:
     count = len(plans.Plan._fields)
     rest = len(Refs._fields) - 1
     plan = plans.Plan(*refs[:count])
-    Kernel(shape, plan, Refs(*refs[count : count + rest], Lanes(*refs[count + rest :])), interpreted).run()
+    Kernel(shape, plan, Refs._make([*refs[count : count + rest], Lanes._make(refs[count + rest :])]), interpreted).run()

@@ -30,7 +30,7 @@ class Units(NamedTuple):
 
     Attributes:
       token: first packed token.
-      count: tokens; 0 if not used.
+      tokens: how many; 0 if not used.
       position: global position of the first token.
       end: first position that its row does not have.
       first: first block it sees.
@@ -42,7 +42,7 @@ class Units(NamedTuple):
     """
 
     token: Int32[Array, "U"]
-    count: Int32[Array, "U"]
+    tokens: Int32[Array, "U"]
     position: Int32[Array, "U"]
     end: Int32[Array, "U"]
     first: Int32[Array, "U"]
@@ -64,7 +64,7 @@ class Events(NamedTuple):
       look: 1 if page ids come from another window of the table now.
       following: row of the table of windows that the lane's next event with `look` takes them from.
       at, low, last: next block within the window, and first and last column there that are read.
-      block, position, end, token, count: of the unit; see `Units`.
+      block, position, end, token, tokens: of the unit; see `Units`.
       row: of the table of windows, where the unit's begin; -1 if none of its blocks is null.
       old: GO_ON, FINISH or KEEP.
       old_token, old_count, old_gap: of the unit that ends.
@@ -84,7 +84,7 @@ class Events(NamedTuple):
     position: Int32[Array, "E"]
     end: Int32[Array, "E"]
     token: Int32[Array, "E"]
-    count: Int32[Array, "E"]
+    tokens: Int32[Array, "E"]
     row: Int32[Array, "E"]
     old: Int32[Array, "E"]
     old_token: Int32[Array, "E"]
@@ -260,11 +260,11 @@ def plan(
         end=jnp.where(idle, -FAR, units.end[unit]),
         # A lane without work asks for some query all the same.
         token=jnp.where(idle, 0, units.token[unit]),
-        count=jnp.where(idle, 1, units.count[unit]),
+        tokens=jnp.where(idle, 1, units.tokens[unit]),
         row=jnp.where((units.nulls[unit] > 0) & ~idle, row, -1),
         old=jnp.where(finish, FINISH, jnp.where(done & resumed, KEEP, GO_ON)),
         old_token=units.token[old],
-        old_count=units.count[old],
+        old_count=units.tokens[old],
         old_gap=units.gap[old],
         page=jnp.where(dirty, page_place, 0),
         page_end=jnp.where(dirty, page_end, FAR),
@@ -276,7 +276,7 @@ def plan(
     joins = jnp.stack(
         [
             jnp.where(resumes, jnp.where(fresh, from_lane, lanes + from_lane), -1),
-            jnp.where(resumes & fresh, units.count[entered], 0),
+            jnp.where(resumes & fresh, units.tokens[entered], 0),
             units.token[entered],
             units.gap[entered],
         ],

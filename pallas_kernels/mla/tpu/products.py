@@ -1,7 +1,9 @@
 """Products and softmax: all lanes through one block each."""
 
+import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,8 @@ class Products(Work):
         shape = self.shape
         each = shape.lanes // shape.groups
         parts = [range(g * each, (g + 1) * each) for g in range(shape.groups)]
-        scores, weights = {}, {}
+        scores: dict[int, Any] = {}
+        weights: dict[int, Any] = {}
 
         def weigh(part):
             for lane in part:
@@ -62,8 +65,8 @@ class Products(Work):
         place = state.query[lane]
         query = refs.queries[lane, place].reshape(rows, shape.latent)
         tail = refs.tails[lane, place].reshape(2 * rows, LANES)
-        tails = [refs.buffer[slot, self.place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
-        tails = jnp.concatenate(tails, axis=0)
+        pages = [refs.buffer[slot, self.place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
+        tails = jnp.concatenate(pages, axis=0)
         score = _dot(query, self._latent(slot, lane), 1)
         both = _dot(tail, self._rows(tails), 1)
         score += jnp.concatenate([both[:rows], both[rows:]], axis=1)
@@ -100,7 +103,7 @@ class Products(Work):
         if keys % LANES:
             share = jnp.sum(weight, axis=1, keepdims=True) * (1 / LANES)
         else:
-            share = sum(weight[:, i : i + LANES] for i in range(0, keys, LANES))
+            share = functools.reduce(jnp.add, [weight[:, i : i + LANES] for i in range(0, keys, LANES)])
         refs.total[acc] = refs.total[acc] * fade + share
         refs.top[acc] = top
         return weight.astype(jnp.bfloat16), fade
