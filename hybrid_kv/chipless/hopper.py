@@ -41,11 +41,18 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @dataclass(frozen=True)
 class Assembled:
-    """A kernel as assembled: registers of a thread, and bytes that a thread spills (stores and loads)."""
+    """A kernel as assembled.
+
+    Attributes:
+      registers: of a thread.
+      spilled: bytes that a thread spills, stores and loads.
+      serialized: the assembler makes every matrix product wait for the one before.
+    """
 
     name: str
     registers: int
     spilled: int
+    serialized: bool = False
 
 
 def hopper_compiler_installed() -> bool:
@@ -64,7 +71,11 @@ def read_assembler(text: str) -> Assembled:
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if not (name and used and spilled):
         raise ValueError(f"not the assembler's report of a kernel: {text[:200]!r}")
-    return Assembled(name[1].removesuffix("_mosaic_gpu_kernel"), int(used[1]), int(spilled[1]) + int(spilled[2]))
+    kernel, serialized = (
+        name[1].removesuffix("_mosaic_gpu_kernel"),
+        "wgmma.mma_async instructions are serialized" in text,
+    )
+    return Assembled(kernel, int(used[1]), int(spilled[1]) + int(spilled[2]), serialized)
 
 
 @functools.cache

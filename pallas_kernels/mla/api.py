@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import Implementations, choose
+from pallas_kernels.dispatch import Implementations, choose, on_hopper
 from pallas_kernels.mla import merge, reference, stripe, write
 from pallas_kernels.mla.pages import LANES, Pages, pages_of
 from pallas_kernels.mla.visible import visible
@@ -27,6 +27,7 @@ _WRITE: Implementations = {"reference": write.mla_write, "tpu": "pallas_kernels.
 _ATTENTION: Implementations = {
     "reference": reference.mla_attention,
     "tpu": "pallas_kernels.mla.tpu.attention:mla_attention",
+    "gpu": "pallas_kernels.mla.gpu:mla_attention",
 }
 _MERGE: Implementations = {"reference": merge.merge_lse}
 
@@ -39,7 +40,9 @@ def _written(form: Pages) -> Callable[[str], bool]:
 def _read(form: Pages, dtype: Any) -> Callable[[str], bool]:
     """Whether an implementation attends to such pages."""
     narrow = dtype == jnp.bfloat16 or jnp.dtype(dtype).itemsize == 1
-    return lambda name: name != "tpu" or (form.planes and form.rows % 16 == 0 and narrow)
+    on_tpu = form.planes and form.rows % 16 == 0 and narrow
+    wide = form.planes and form.latent == 512 and form.rows % 64 == 0 and dtype == jnp.bfloat16
+    return lambda name: {"tpu": on_tpu, "gpu": wide and on_hopper()}.get(name, True)
 
 
 def mla_write(

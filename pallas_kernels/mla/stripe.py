@@ -11,6 +11,8 @@ With W shards, interleave I and bs rows per rank, a block holds bs * W tokens:
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
@@ -35,6 +37,15 @@ def position_in_block(
 ) -> Int32[Array, "..."]:
     """Global position, relative to its block, of local `row` on `rank`; the inverse of `home`."""
     return (row // interleave * shards + rank) * interleave + row % interleave
+
+
+def rows_before(
+    within: Int32[Array, "..."] | int, rank: Int32[Array, ""] | int, shards: int, interleave: int
+) -> Int32[Array, "..."]:
+    """Rows of `rank` among the first `within` (0 or more) positions of a block."""
+    cycle = interleave * shards
+    turns = jax.lax.div(within, cycle)
+    return turns * interleave + jnp.clip(within - turns * cycle - rank * interleave, 0, interleave)
 
 
 def check(rows_per_rank: int, shards: int, interleave: int) -> None:

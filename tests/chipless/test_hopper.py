@@ -17,6 +17,7 @@ from pallas_kernels.kda import (
     kda_prefill,
     kda_verify,
 )
+from pallas_kernels.mla import mla_attention
 from pallas_kernels.rows import RaggedRows
 
 WIDTH, LAYERS, SLOTS = 128, 4, 512
@@ -28,6 +29,8 @@ ptxas info    : Used 255 registers, used 2 barriers, 40 bytes cumulative stack s
 
 def test_the_report_of_the_assembler_is_read():
     assert read_assembler(REPORT) == Assembled("kda_sweep", 255, 64)
+    slow = "ptxas info : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...\n"
+    assert read_assembler(slow + REPORT) == Assembled("kda_sweep", 255, 64, serialized=True)
     with pytest.raises(ValueError, match="ptxas fatal"):
         read_assembler("ptxas fatal: no such file")
 
@@ -103,3 +106,28 @@ def test_the_convolution_compiles_in_place():
     compilation, (kernel,) = compile_for_hopper(call, *given, whole((8, 2)), whole((8, 2)), donate=(2,))
     assert compilation.temporary_bytes < 2 * pool.size / 2 and kernel.spilled == 0 and kernel.registers <= 128
     assert "causal_conv1d" in compilation.executable.as_text()
+
+
+@pytest.mark.aot
+@needs_compiler
+@pytest.mark.parametrize(
+    ("tokens", "rows", "heads", "per_page", "rules"),
+    [
+        (128, 128, 32, 64, {}),
+        (128, 128, 96, 64, {}),
+        (128, 128, 12, 256, {"window": 1024, "soft_cap": 30.0}),
+        (2048, 4, 32, 128, {}),
+    ],
+)
+def test_latent_attention_compiles_without_spills(tokens, rows, heads, per_page, rules):
+    row, columns = whole((rows,)), 8192 // per_page
+    queries = [shape((tokens, heads, width), jnp.bfloat16) for width in (512, 64)]
+    pool = shape((LAYERS, rows * columns + 1, per_page * 9 // 2, 128), jnp.bfloat16)
+    call = functools.partial(
+        mla_attention, scale=192**-0.5, shards=8, interleave=1, query_tile=64, implementation="gpu", **rules
+    )
+    given = (*queries, pool, whole(()), RaggedRows(row, row, row), whole((rows, columns)))
+    compilation, (kernel,) = compile_for_hopper(lambda *each: call(*each[:-1], rank=each[-1]), *given, whole(()))
+    assert compilation.temporary_bytes < 2 * pool.size  # no copy of the pool
+    assert kernel.registers <= 168 and kernel.spilled == 0 and not kernel.serialized  # 3 x 128 threads
+    assert "mla_attention" in compilation.executable.as_text()
