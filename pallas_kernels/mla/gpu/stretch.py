@@ -62,8 +62,8 @@ def attend(
       factor: of the scores.
 
     Returns:
-      Normalised output, fp32 if it is one of several, and natural-log sum of exponentials. Nothing is written where a
-      block has no tile.
+      Normalised output, fp32 if it is one of several, and natural-log sum of exponentials: -inf where a block has no
+      tile or none that a query sees. Without a tile the output is not written.
     """
     blocks, per_page = jobs.row.shape[0], form.rows // KEYS
     kind = q_latent.dtype if parts == 1 else jnp.float32
@@ -184,7 +184,7 @@ def attend(
                 plgpu.commit_smem()
 
         def by_query():
-            """What the first group left for each query, along the columns."""
+            """What the third warpgroup left for each query, along the columns."""
             value = plgpu.load(shared, (), layout=plgpu.Layout.WGMMA.reduce(1))
             return across(value, 0, (QUERIES, LANES))
 
@@ -219,8 +219,8 @@ def attend(
             plgpu.set_max_registers(_SCORE_REGISTERS, action="decrease")
             mine = pl.ds(begin, QUERIES)
             for plane in range(_PLANES):
-                part_of = q_latent.at[mine, pl.ds(plane * LANES, LANES)]
-                plgpu.copy_gmem_to_smem(part_of, q_c.at[plane], queries_here)
+                columns = pl.ds(plane * LANES, LANES)
+                plgpu.copy_gmem_to_smem(q_latent.at[mine, columns], q_c.at[plane], queries_here)
             plgpu.copy_gmem_to_smem(q_rope.at[mine], q_pe, queries_here)
             plgpu.barrier_wait(queries_here)
             top, total = jax.lax.fori_loop(low, high, weigh, (by_row(-jnp.inf), by_row(0.0)))
@@ -277,8 +277,12 @@ def attend(
             plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=_SUMMING),
         ],
-        # Sums and maxima along keys stay inside groups of four threads.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            # The quick exp2 and log are exact enough, the quick tanh has 11 bits.
+            approx_math=visible.soft_cap is None,
+            # Sums and maxima along keys stay inside groups of four threads.
+            reduction_scratch_bytes=0,
+        ),
         interpret=interpret or False,
     )
     # The name under which the call is found in a compiled module.
