@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import Implementations, choose, on_hopper
 from pallas_kernels.mla import merge, reference, stripe, write
+from pallas_kernels.mla.checks import check_index, check_pool, check_table
 from pallas_kernels.mla.pages import LANES, Pages, pages_of
 from pallas_kernels.mla.visible import visible
 from pallas_kernels.rows import RaggedRows
@@ -29,6 +30,8 @@ _ATTENTION: Implementations = {
     "tpu": "pallas_kernels.mla.tpu.attention:mla_attention",
     "gpu": "pallas_kernels.mla.gpu:mla_attention",
 }
+# Types of pools that the TPU kernel multiplies; tpu7x has no products with the last one.
+_TPU_READS = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz)
 _MERGE: Implementations = {"reference": merge.merge_lse}
 
 
@@ -37,11 +40,10 @@ def _written(form: Pages) -> Callable[[str], bool]:
     return lambda name: name != "tpu" or (form.planes and form.rows % 16 == 0)
 
 
-def _read(form: Pages, dtype: Any) -> Callable[[str], bool]:
-    """Whether an implementation attends to such pages."""
-    narrow = dtype == jnp.bfloat16 or jnp.dtype(dtype).itemsize == 1
-    on_tpu = form.planes and form.rows % 16 == 0 and narrow
-    wide = form.planes and form.latent == 512 and form.rows % 64 == 0 and dtype == jnp.bfloat16
+def _read(form: Pages, dtype: Any, query: Any) -> Callable[[str], bool]:
+    """Whether an implementation attends with queries of a type to such pages."""
+    on_tpu = form.planes and form.rows % 16 == 0 and dtype in _TPU_READS
+    wide = form.planes and form.latent == 512 and form.rows % 64 == 0 and dtype == query == jnp.bfloat16
     return lambda name: {"tpu": on_tpu, "gpu": wide and on_hopper()}.get(name, True)
 
 
@@ -61,7 +63,7 @@ def mla_write(
     """Store the rows of this step that `rank` owns.
 
     Rows of other ranks, slack tokens, null blocks and positions beyond the table write nothing. A block that is
-    written belongs to one row of the step.
+    written belongs to one row of the step. Ids of blocks outside the pool write nothing.
 
     Args:
       cache: this rank's pool, pages of either form; donate it under jit.
@@ -70,10 +72,17 @@ def mla_write(
       cache_scale: of an 8-bit pool; None for 1.
 
     Raises:
-      ValueError: an interleave that does not divide the rows of a page, pages that do not fit the rows.
+      ValueError: an interleave that does not divide the rows of a page, pages that do not fit the rows, a table of
+        other rows, a layer or rank that does not exist.
     """
-    form = pages_of(cache, *_widths(cache, new.shape[-1]))
+    check_pool(cache)
+    form = pages_of(cache, *_widths(new.shape[-1]))
     stripe.check(form.rows, shards, interleave)
+    check_table(rows, table)
+    check_index("layer", layer, cache.shape[0])
+    check_index("rank", rank, shards)
+    if not new.shape[0] or not table.size:
+        return cache
     run = choose("mla_write", implementation, _WRITE, _written(form))
     return run(
         cache, new, layer, rows, table, form=form, shards=shards, rank=rank, interleave=interleave,
@@ -81,7 +90,7 @@ def mla_write(
     )  # fmt: skip
 
 
-def _widths(cache: Float[Array, "layers B *page"], width: int) -> tuple[int, int]:
+def _widths(width: int) -> tuple[int, int]:
     """L and P where only their sum is known: all that asks for them are planes, whose tail is half a lane tile."""
     position = min(LANES // 2, width)
     return width - position, position
@@ -129,18 +138,26 @@ def mla_attention(
       exponentials [T, N] fp32. A token without keys on this rank, and slack: output 0, LSE -inf.
 
     Raises:
-      ValueError: an interleave that does not divide the rows of a page, pages that do not fit the query, a window or
-        cap below what has a meaning.
+      ValueError: an interleave that does not divide the rows of a page, pages that do not fit the query, a table of
+        other rows, a layer or rank that does not exist, a query tile, window or cap below what has a meaning.
     """
-    latent = q_latent.shape[-1]
-    form = pages_of(cache, latent, q_rope.shape[-1])
+    check_pool(cache)
+    form = pages_of(cache, q_latent.shape[-1], q_rope.shape[-1])
     stripe.check(form.rows, shards, interleave)
     if query_tile < 1:
         raise ValueError(f"query_tile: got {query_tile}; give the most tokens of a row, at least 1")
-    run = choose("mla_attention", implementation, _ATTENTION, _read(form, cache.dtype))
+    if q_rope.shape[:2] != q_latent.shape[:2]:
+        raise ValueError(f"q_rope: got {list(q_rope.shape)} beside q_latent {list(q_latent.shape)}; T and N must agree")
+    check_table(rows, table)
+    check_index("layer", layer, cache.shape[0])
+    check_index("rank", rank, shards)
+    sees = visible(causal, window, soft_cap)
+    if not q_latent.shape[0] or not table.size:
+        return jnp.zeros_like(q_latent), jnp.full(q_latent.shape[:2], -jnp.inf, jnp.float32)
+    run = choose("mla_attention", implementation, _ATTENTION, _read(form, cache.dtype, q_latent.dtype))
     return run(
         q_latent, q_rope, cache, layer, rows, table, scale=scale, shards=shards, rank=rank,
-        interleave=interleave, query_tile=query_tile, visible=visible(causal, window, soft_cap),
+        interleave=interleave, query_tile=query_tile, visible=sees,
         cache_scale=cache_scale,
     )  # fmt: skip
 
@@ -155,5 +172,12 @@ def merge_lse(
 
     An empty source has LSE -inf and is ignored whatever its output holds; if all are empty the
     result is 0 with LSE -inf. One partial and one accumulator are live at a time.
+
+    Raises:
+      ValueError: no sources, or LSEs that do not belong to the outputs.
     """
+    if lses.shape != outs.shape[:-1] or not outs.shape[0]:
+        raise ValueError(
+            f"lses: got {list(lses.shape)} for outputs {list(outs.shape)}; give [M, T, N] with M at least 1"
+        )
     return choose("merge_lse", implementation, _MERGE)(outs, lses)

@@ -120,6 +120,8 @@ def mla_attention(
             ids = jax.lax.dynamic_slice_in_dim(pages, j * columns, columns, axis=1)
             position = j * (columns * block) + in_group
             live = (position[None, :] <= furthest[:, None]) & jnp.repeat(ids != 0, per_rank, axis=1)
+            if visible.window is not None:  # blocks before every window may have been given away
+                live &= position[None, :] >= jnp.min(nearest, axis=1)[:, None]
             # Rows never written may hold NaN, and 0 * NaN would reach the output.
             key = form.split(cache[layer, ids]).reshape(batch, keys, form.width)
             key = jnp.where(live[..., None], key.astype(query.dtype), 0)

@@ -49,8 +49,10 @@ def rows_before(
 
 
 def check(rows_per_rank: int, shards: int, interleave: int) -> None:
-    """Refuse an interleave that does not divide the rows of a rank."""
-    if shards < 1 or interleave < 1 or rows_per_rank % interleave:
+    """Refuse no shards, or an interleave that does not divide the rows of a rank."""
+    if shards < 1:
+        raise ValueError(f"shards: got {shards}; there is at least 1 rank")
+    if interleave < 1 or rows_per_rank % interleave:
         raise ValueError(
             f"interleave: got {interleave} with {rows_per_rank} rows per rank and {shards} shards; "
             "it must divide the rows per rank"

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 
@@ -30,8 +31,10 @@ def visible(causal: bool, window: int | None, soft_cap: float | None) -> Visible
     Raises:
       ValueError: a window without positions or a cap that is no positive number.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window: got {window}; it counts positions up to the token's own, so it is at least 1")
-    if soft_cap is not None and not 0 < soft_cap < float("inf"):
-        raise ValueError(f"soft_cap: got {soft_cap}; it must be positive and finite, or None")
+    if window is not None and not (isinstance(window, int | np.integer) and 1 <= window < 1 << 31):
+        raise ValueError(
+            f"window: got {window}; it is a static whole number of positions up to the token's own, at least 1"
+        )
+    if soft_cap is not None and not (isinstance(soft_cap, int | float | np.floating) and 0 < soft_cap < float("inf")):
+        raise ValueError(f"soft_cap: got {soft_cap}; it must be a static number, positive and finite, or None")
     return Visible(causal, window, soft_cap)

@@ -9,9 +9,15 @@ from pallas_kernels.rows import RaggedRows, tokens
 
 
 def stored(new: Float[Array, "..."], dtype: jnp.dtype, cache_scale: Float[Array, ""] | float | None) -> Array:
-    """Values as the pool holds them: divided by the scale, clipped where the type is narrow."""
+    """Values as the pool holds them: divided by the scale, clipped where the type is narrow.
+
+    Raises:
+      ValueError: a type that is no float.
+    """
     if cache_scale is not None:
         new = new.astype(jnp.float32) / cache_scale
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"cache: got a pool of {jnp.dtype(dtype)}; rows are stored as floats")
     if jnp.dtype(dtype).itemsize == 1:
         most = float(jnp.finfo(dtype).max)
         new = jnp.clip(new, -most, most)
@@ -36,7 +42,7 @@ def mla_write(
     token = tokens(rows, new.shape[0])
     at = stripe.home(token.position, form.rows, shards, interleave)
     block = table[token.row, jnp.minimum(at.column, table.shape[1] - 1)]
-    own = token.valid & (at.rank == rank) & (at.column < table.shape[1]) & (block != 0)
+    own = token.valid & (at.rank == rank) & (at.column < table.shape[1]) & (block > 0) & (block < blocks)
     target = jnp.where(own, block, blocks)
     values = stored(new, cache.dtype, cache_scale)
     if not form.planes:

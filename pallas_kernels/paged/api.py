@@ -31,8 +31,10 @@ def copy_blocks(
     something is not the null block.
 
     Raises:
-      ValueError: an id beyond the pool, or two equal targets.
+      ValueError: an id beyond the pool, two equal targets, or not as many targets as sources.
     """
+    if len(source) != len(target):
+        raise ValueError(f"target: got {len(target)} blocks for {len(source)} sources; give one each")
     check("source", source, pool.shape[1])
     check_targets("target", target, pool.shape[1])
     return choose("copy_blocks", implementation, _forms("copy_blocks"))(pool, source, target)

@@ -41,7 +41,10 @@ def copy(
     Raises:
       ValueError: an id beyond the pool, two equal targets, or the null block as a source.
     """
-    source, target = np.asarray(pairs, np.int32).reshape(-1, 2).T
+    given = np.asarray(pairs)
+    if given.size and (given.ndim != 2 or given.shape[1] != 2):
+        raise ValueError(f"pairs: got shape {list(given.shape)}; give (source, target) pairs, [n, 2]")
+    source, target = given.reshape(-1, 2).T
     check("source", source, pool.shape[1])
     check_targets("target", target, pool.shape[1])
     if ((source == 0) & (target != 0)).any():

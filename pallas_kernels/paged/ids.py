@@ -10,10 +10,12 @@ def check(name: str, ids: Any, blocks: int) -> None:
     """Refuse ids outside [0, blocks); traced ids pass unseen.
 
     Raises:
-      ValueError: naming the first such id and its place.
+      ValueError: naming the first such id and its place, or a type that is no whole number.
     """
     if isinstance(ids, jax.core.Tracer):
         return
+    if not np.issubdtype(np.asarray(ids).dtype, np.integer) and np.asarray(ids).size:
+        raise ValueError(f"{name}: got {np.asarray(ids).dtype} values; ids of blocks are whole numbers")
     wrong = np.flatnonzero((np.asarray(ids) < 0) | (np.asarray(ids) >= blocks))
     if len(wrong):
         at = int(wrong[0])

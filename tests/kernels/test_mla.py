@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.mla import merge_lse, mla_attention, mla_write, stripe
+from pallas_kernels.mla import merge_lse, mla_attention, mla_expanded, mla_write, stripe
 from pallas_kernels.mla.pages import pages_of, pool_shape
+from pallas_kernels.rows import RaggedRows
 from tests.kernels import golden
 from tests.kernels import mla_oracle as oracle
 from tests.kernels.kda_oracle import rows_of
@@ -294,6 +295,81 @@ def test_a_window_or_cap_without_meaning_is_refused(options, message):
             jnp.zeros((1, 2, 64)), jnp.zeros((1, 2, 16)), jnp.zeros((1, 2, 8, 80)), 0, rows_of([0], [1], [0]),
             jnp.ones((1, 1), jnp.int32), **given,
         )  # fmt: skip
+
+
+def step(rows=2, tokens=2, columns=3, planes=False):
+    """Arguments of a small step: pools of 4 blocks in 2 layers, every row with one token at position 3."""
+    latent, position = (128, 64) if planes else (64, 16)
+    each = jnp.arange(rows), jnp.ones(rows, jnp.int32), jnp.full(rows, 3)
+    step = RaggedRows(*(jnp.asarray(x, jnp.int32) for x in each))
+    pool = jnp.ones(pool_shape(2, 4, 16, latent, position, planes=planes))
+    table = jnp.ones((rows, columns), jnp.int32)
+    q = jnp.ones((tokens, 2, latent)), jnp.ones((tokens, 2, position))
+    return q, pool, jnp.ones((tokens, latent + position)), step, table
+
+
+PLACE = {"shards": 1, "rank": 0, "interleave": 1}
+ATTEND = {"scale": 1.0, "query_tile": 1, **PLACE}
+
+
+@pytest.mark.parametrize("sizes", [{"tokens": 0}, {"rows": 0}, {"columns": 0}], ids=str)
+def test_steps_without_tokens_rows_or_columns_see_and_write_nothing(sizes):
+    q, pool, new, rows, table = step(**sizes)
+    out, lse = mla_attention(*q, pool, 0, rows, table, **ATTEND)
+    assert out.shape == q[0].shape and (out == 0).all() and np.isneginf(lse).all()
+    np.testing.assert_array_equal(mla_write(pool, new, 0, rows, table, **PLACE), pool)
+
+
+@pytest.mark.parametrize("planes", [False, True])
+def test_ids_outside_the_pool_write_nothing(planes):
+    _, pool, new, rows, table = step(planes=planes)
+    for wrong in (-1, 4, 99):
+        table = table.at[:, 0].set(wrong)
+        np.testing.assert_array_equal(mla_write(pool, new * 5, 0, rows, table, **PLACE), pool)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer": 2}, "layer: got 2; it lies in 0 to 1"),
+        ({"layer": -1}, "layer: got -1"),
+        ({"rank": 1}, "rank: got 1; it lies in 0 to 0"),
+        ({"shards": 0}, "shards: got 0"),
+        ({"table": jnp.ones((1, 3), jnp.int32)}, r"table: got shape \[1, 3\] for 2 rows"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused_by_every_op(change, message):
+    q, pool, new, rows, table = step()
+    given = {"layer": 0, "table": table, **PLACE, **change}
+    layer, table = given.pop("layer"), given.pop("table")
+    w = jnp.ones((2, 16, 64))
+    for op in (
+        lambda: mla_write(pool, new, layer, rows, table, **given),
+        lambda: mla_attention(*q, pool, layer, rows, table, scale=1.0, query_tile=1, **given),
+        lambda: mla_expanded(
+            jnp.ones((2, 2, 16)), q[1], w, w, pool, layer, rows, table, scale=1.0, workspace=512, **given
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            op()
+
+
+def test_rows_before_every_window_may_hold_anything():
+    q, pool, _, rows, _ = step(rows=1, tokens=1)
+    rows = rows._replace(start=jnp.asarray([40]))
+    table, pool = jnp.asarray([[1, 2, 3]]), pool.at[:, 1].set(jnp.nan)
+    out, lse = mla_attention(*q, pool, 0, rows, table, window=8, **ATTEND)
+    np.testing.assert_allclose(out, 1.0)
+    np.testing.assert_allclose(lse, 80 + np.log(8), rtol=1e-6)
+
+
+def test_a_merge_of_nothing_or_of_other_shapes_is_refused():
+    for outs, lses in (
+        (jnp.zeros((0, 1, 2, 4)), jnp.zeros((0, 1, 2))),
+        (jnp.zeros((2, 1, 2, 4)), jnp.zeros((2, 1, 1))),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            merge_lse(outs, lses)
 
 
 @pytest.mark.parametrize(("rows", "latent", "position"), [(7, 512, 64), (8, 500, 64), (8, 512, 32)])

@@ -153,6 +153,17 @@ def test_null_blocks_are_not_seen_wherever_they_are():
     assert np.isneginf(lse[3:]).all()
 
 
+def test_positions_beyond_the_table_are_not_seen():
+    """The last block of keys reaches behind the table, whose columns are no multiple of its pages."""
+    kind, run = KINDS["decode"][0], program("decode")
+    assert kind.columns % (kind.tiles.keys // kind.n)
+    last = kind.columns * kind.n - 1
+    given = kind.case([1] * 5, [last, 5, last, 100, 0], 9)
+    *before, rows, table, rank = arguments(given)
+    far = rows._replace(start=rows.start.at[0].set(last + 400).at[2].set(last + 10))
+    close(run(*before, far, table, rank), kind.wanted(given))
+
+
 def test_slack_between_rows_is_cleared():
     kind, run = KINDS["mixed"][0], program("mixed")
     given = kind.case([3, 1, 0, 20, 1], [10, 100, 0, 40, 200], 5)

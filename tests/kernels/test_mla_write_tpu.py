@@ -86,7 +86,7 @@ def test_every_patch_is_listed_once():
     """Rows that fill whole pages and one token: no two patches share a tile, and each token has one."""
     rows = oracle.RaggedRows(*(jnp.asarray(x) for x in ([0, 0, 297, 0], [297, 0, 1, 0], [3, 0, 100, 7])))
     table = jnp.arange(1, 4 * 8 + 1).reshape(4, 8)
-    patches, count = write.patches_of(rows, table, 0, chunk=320, n=64, shards=1, rank=0, interleave=1)
+    patches, count = write.patches_of(rows, table, 0, blocks=33, chunk=320, n=64, shards=1, rank=0, interleave=1)
     fields = {name: np.asarray(field)[: int(count)] for name, field in patches._asdict().items()}
     tiles = list(zip(fields["block"].tolist(), fields["group"].tolist(), strict=True))
     assert len(set(tiles)) == len(tiles)

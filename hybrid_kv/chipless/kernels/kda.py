@@ -153,7 +153,11 @@ CASES = (
     _case("prefill-any-4-saves", _part(_prefill, saves=(512, 1024, 1536, 1984))),
     _case("prefill-any-4-saves-inside", _part(_prefill, saves=(500, 1000, 1500, 2000)), {"v6e": (177000, 8500)}),
     _case("prefill-bounded-1-save-inside", _part(_prefill, lower_bound=-5.0, saves=(1000,))),
-    _case("prefill-bounded-4-saves-inside", _part(_prefill, lower_bound=-5.0, saves=(500, 1000, 1500, 1960))),
+    _case(
+        "prefill-bounded-4-saves-inside",
+        _part(_prefill, lower_bound=-5.0, saves=(500, 1000, 1500, 1960)),
+        {"v6e": (134_000, 7_200)},
+    ),
     _case("prefill-bounded-4-saves-late", _part(_prefill, lower_bound=-5.0, saves=(500, 1000, 1500, 2000))),
     _case("prefill-bounded-8-heads", _part(_prefill, heads=8, lower_bound=-5.0)),
     _case("prefill-bounded-4-heads", _part(_prefill, heads=4, lower_bound=-5.0)),

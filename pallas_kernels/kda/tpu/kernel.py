@@ -317,12 +317,14 @@ class Kernel:
         u of a row does not depend on later rows. Gates and keys are recomputed from the inputs, which are still there.
         """
         ar, count, rows = self.ar, self.plan.save_tokens[j], self.rows_of(c)
-        row = lax.broadcasted_iota(jnp.int32, (CHUNK + 8, CHUNK), 0)
-        column = lax.broadcasted_iota(jnp.int32, (CHUNK + 8, CHUNK), 1)
+        # As wide as `parts` are high, which hold a row twice where they hold two parts of it.
+        shape = (CHUNK + 8, CHUNK if ar.exact else 2 * CHUNK)
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        column = lax.broadcasted_iota(jnp.int32, shape, 1) % CHUNK
         # Behind each row up to b; below, from the first row on: the whole decay.
-        mask = jnp.where((column < count) & ((column > row) | (row >= CHUNK)), 1.0, 0.0)
-        mask = ar.round(mask if ar.exact else jnp.concatenate([mask, mask], axis=1))
-        kept = lax.broadcasted_iota(jnp.int32, (CHUNK, WIDTH), 0) < count
+        mask = ar.round(jnp.where((column < count) & ((column > row) | (row >= CHUNK)), 1.0, 0.0))
+        tall = tile_rows(ar.dtype)
+        kept = jnp.concatenate([row_mask(-j * tall, count - j * tall, WIDTH, ar.dtype) for j in range(CHUNK // tall)])
         together = min(_SAVE_HEADS, self.heads)
         while self.heads % together:
             together -= 1
@@ -334,7 +336,8 @@ class Kernel:
             g = [ar.log_decay(r, x[0:1], x[1:2]) for r, x in zip(raw, gate, strict=True)]
             decay = [ar.exp(ar.dot(mask, ar.parts(x))) for x in g]
             k = [chunk_math.normalise(self.refs.inputs[c % BUFFERS, 1, rows, self.columns(h)]) for h in heads]
-            k = [ar.round(jnp.where(kept, x * d[:CHUNK], 0.0)) for x, d in zip(k, decay, strict=True)]
+            k = [words(ar.round(x * d[:CHUNK])) & kept for x, d in zip(k, decay, strict=True)]
+            k = [pltpu.bitcast(x, ar.dtype) for x in k]
             added = [ar.dot(x.T, self.refs.u[:, self.columns(h)]) for x, h in zip(k, heads, strict=True)]
             for h, d, x in zip(heads, decay, added, strict=True):
                 whole = jnp.broadcast_to(d[CHUNK : CHUNK + 1], (WIDTH, WIDTH)).T

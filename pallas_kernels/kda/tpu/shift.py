@@ -41,7 +41,7 @@ def fill_word(value: float, dtype: DTypeLike) -> int:
     return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
-def row_mask(low: jax.Array, high: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
+def row_mask(low: jax.Array | int, high: jax.Array, width: int, dtype: DTypeLike) -> jax.Array:
     """Bits of the rows low <= row < high of a tile, int32 [8, width]."""
     row = lax.broadcasted_iota(jnp.int32, (8, width), 0) * packing(dtype)
 

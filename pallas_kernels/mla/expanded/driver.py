@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.mla import stripe
+from pallas_kernels.mla.checks import check_index, check_pool, check_table
 from pallas_kernels.mla.expanded.forms import Context, Filled
 from pallas_kernels.mla.expanded.plan import MOST_BLOCKS, MOST_GROUPS, plan_of
 from pallas_kernels.mla.expanded.workspace import Gathered, gather, queue_of, units_of, workspace_of
@@ -76,10 +77,23 @@ def mla_expanded(
       without keys, and slack: output 0, LSE -inf.
 
     Raises:
-      ValueError: what `mla_attention` raises it for; a workspace too small for a block of keys or a unit of pages; an
-        axis of another size than `shards`; for "tpu" types and widths that the kernel does not take.
+      ValueError: what `mla_attention` raises it for; a workspace too small for a block of keys or a unit of pages; a
+        workspace or tokens beyond what the plan has room for; an axis of another size than `shards`; for "tpu" types
+        and widths that the kernel does not take.
     """
-    run = choose("mla_expanded", implementation, _FORMS, lambda form: form != "tpu" or _kernel().fits(q_nope))()
+    check_pool(cache)
+    stripe.check(pages_of(cache, w_uk.shape[-1], q_rope.shape[-1]).rows, shards, interleave)
+    check_table(rows, table)
+    check_index("layer", layer, cache.shape[0])
+    check_index("rank", rank, shards)
+    if not q_nope.shape[0] or not table.size:
+        empty = jnp.zeros((*q_nope.shape[:2], w_uv.shape[1]), q_nope.dtype)
+        return empty, jnp.full(q_nope.shape[:2], -jnp.inf, jnp.float32)
+
+    def fits(form: str) -> bool:
+        return form != "tpu" or _kernel().fits(q_nope, q_rope, w_uv.shape[1])
+
+    run = choose("mla_expanded", implementation, _FORMS, fits)()
     return expanded(
         run, q_nope, q_rope, w_uk, w_uv, cache, layer, rows, table, scale=scale, shards=shards, rank=rank,
         interleave=interleave, workspace=workspace, axis=axis, sees=visible(True, window, soft_cap),
@@ -110,17 +124,19 @@ def expanded(
     """`mla_expanded` by an implementation of the attention (`forms.Attention`)."""
     count, heads, _ = q_nope.shape
     form = pages_of(cache, w_uk.shape[-1], q_rope.shape[-1])
-    stripe.check(form.rows, shards, interleave)
     if axis is not None and jax.lax.axis_size(axis) != shards:
         raise ValueError(f"axis: got {axis!r} of {jax.lax.axis_size(axis)} ranks for {shards} shards; they must agree")
     tiling = run.tiling(count, heads)
     space = workspace_of(workspace, form, shards, interleave, shards if axis else 1, tiling.block)
-    for name, value, most in (
-        ("workspace", space.rows // tiling.block, MOST_BLOCKS),
-        ("tokens", tiling.groups, MOST_GROUPS),
-    ):
-        if value > most:
-            raise ValueError(f"{name}: got {value} blocks; at most {most} fit into the plan")
+    if space.rows // tiling.block > MOST_BLOCKS:
+        raise ValueError(
+            f"workspace: got {workspace} rows; at most {MOST_BLOCKS * tiling.block} fit into the plan of a piece"
+        )
+    if tiling.groups > MOST_GROUPS:
+        raise ValueError(
+            f"q_nope: got {count} tokens in {tiling.groups} groups of tiles; at most {MOST_GROUPS} groups fit into the "
+            "plan: prefill in several steps"
+        )
 
     rank = jnp.asarray(rank, jnp.int32)
     ranks = rank[None] if axis is None else jax.lax.all_gather(rank, axis)

@@ -46,9 +46,15 @@ class State(NamedTuple):
     kept: Float[Array, "N tiles S Q"]
 
 
-def fits(nope: Float[Array, "T N D"]) -> bool:
-    """Whether queries are of the type and width that the kernel takes."""
-    return nope.dtype == jnp.bfloat16 and nope.shape[-1] == LANES
+def fits(nope: Float[Array, "T N D"], rope: Float[Array, "T N P"], value: int) -> bool:
+    """Whether queries and values are of types, widths and numbers of heads that the kernel takes."""
+    heads = nope.shape[1]
+    return (
+        nope.dtype == rope.dtype == jnp.bfloat16
+        and nope.shape[-1] == value == LANES
+        and rope.shape[-1] == WIDTH - LANES
+        and (heads <= _HEADS or heads % 2 == 0)
+    )
 
 
 def heads_per_program(heads: int) -> int:
@@ -78,7 +84,7 @@ def queries(nope: Float[Array, "T N D"], rope: Float[Array, "T N P"], tiling: Ti
     Raises:
       ValueError: queries that the kernel does not take.
     """
-    if not fits(nope) or rope.dtype != nope.dtype or nope.shape[-1] + rope.shape[-1] != WIDTH:
+    if not nope.dtype == rope.dtype == jnp.bfloat16 or (nope.shape[-1], rope.shape[-1]) != (LANES, WIDTH - LANES):
         raise ValueError(
             f"q_nope, q_rope: got {nope.dtype}, {rope.dtype}, {nope.shape[-1]} and {rope.shape[-1]} wide; the TPU "
             f"kernel takes bfloat16, {LANES} and {WIDTH - LANES} wide; use implementation='xla'"

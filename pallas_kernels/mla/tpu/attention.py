@@ -53,7 +53,7 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((count, tiles_of_heads, LANES), jnp.float32),
     )
-    queries, stages = shape.queries, 2 * shape.slots + 1
+    queries, stages = shape.queries, 2 * shape.slots + shape.spares
     scratch = [
         pltpu.VMEM((BUFFERS, lanes * blocks.pages * blocks.groups, blocks.piece, LANES), cache.dtype),
         pltpu.VMEM((lanes, BUFFERS, queries, shape.heads, shape.latent), query.dtype),
@@ -77,7 +77,7 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
         pltpu.SMEM((BUFFERS,), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((2 + 4 * (shape.slots + 1),), jnp.int32),
-        pltpu.SMEM((4,), jnp.int32),
+        pltpu.SMEM((5,), jnp.int32),
     ]
     assert len(scratch) == 17 + len(Lanes._fields)
     scalars = len(work)
@@ -173,7 +173,7 @@ def mla_attention(
             rows.length > 1, 0 * lead, (out, lse), queries=queries, most=most, tiles=None, name=name + "_long"
         )
     lse = lse.reshape(count, -1)[:, :heads]
-    return out[:, :heads], lse
+    return out[:, :heads].astype(q_latent.dtype), lse
 
 
 def _class(

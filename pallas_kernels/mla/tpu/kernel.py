@@ -82,6 +82,7 @@ class Kernel(Changes, Copies, Products):
             self.hide(slot)
             self.advance(slot, jax.lax.rem(s + 2, BUFFERS))
             self.send_listed()
+            pl.when(state.leaving[4] > shape.lanes)(self.drain_spares)
             state.cursor[1] = self.at(1, s + 1, self.change)
             return carry
 

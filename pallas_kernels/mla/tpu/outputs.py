@@ -67,11 +67,18 @@ class Outputs(Work):
 
     def finish(self, acc, token, count, gap) -> None:
         """Finishes a unit now."""
-        stage = 2 * self.shape.slots
-        self.drain(2)
+        leaving = self.lanes.leaving
+        pl.when(leaving[4] == self.shape.spares)(self.drain_spares)
+        stage = 2 * self.shape.slots + leaving[4]
         self.normalise(acc, stage)
-        self.lanes.leaving[2] = count
+        leaving[2] += count
+        leaving[4] += 1
         self.send(stage, 2, token, count, gap)
+
+    def drain_spares(self) -> None:
+        """Waits for units finished on their own: copies behind blocks on their way in take long."""
+        self.drain(2)
+        self.lanes.leaving[4] = 0
 
     def finish_listed(self) -> None:
         """Finishes the units on the list now."""

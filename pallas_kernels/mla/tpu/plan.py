@@ -152,6 +152,8 @@ def units_of(
     needed = (rows.start + rows.length + page - 1)[:, None] // page
     begun = 0 if visible.window is None else (jnp.maximum(rows.start - visible.window + 1, 0) // page)[:, None]
     nulls = jnp.any((table == 0) & (column < needed) & (column >= begun), axis=1)
+    # Columns behind the table are null blocks, and the last block of keys may reach into them.
+    nulls |= needed[:, 0] > columns
     behind = grid.first + grid.high
     ends = behind == (rows.offset + rows.length)[grid.row]
     gap = jnp.where(ends, next_present(rows, count)[grid.row] - behind, 0)

@@ -50,6 +50,11 @@ class Shape:
         return self.queries * self.heads
 
     @property
+    def spares(self) -> int:
+        """Stages of units finished on their own: as many as may end in two steps."""
+        return 2 * self.lanes
+
+    @property
     def page(self) -> int:
         """Positions of a column of the block table."""
         return self.blocks.rows * self.shards
@@ -80,7 +85,8 @@ class Lanes(NamedTuple):
     fetched: Any  # [BUFFERS] groups of rows on their way
     cursor: Any  # [2] next events: to fetch, to work
     ended: Any  # [2 + 4 (slots + 1)] units to be finished: how many, whose turn; of each accumulator, token, count, gap
-    leaving: Any  # [4] tokens on their way out in each turn, of units finished on their own, and cleared slack
+    # [5] tokens on their way out in each turn, of units finished on their own, cleared slack; stages of those units
+    leaving: Any
 
 
 class Refs(NamedTuple):
@@ -103,8 +109,8 @@ class Refs(NamedTuple):
     top: Any  # VMEM [3 lanes, Q N, 128] fp32
     total: Any  # VMEM [3 lanes, Q N, 128] fp32
     hidden: Any  # VMEM [lanes, 1, keys] int32: large for keys of null blocks
-    stage: Any  # VMEM [2 slots + 1, Q, N, L]: for each slot two in turn, and one for units finished on their own
-    stage_lse: Any  # VMEM [2 slots + 1, Q, N' / 128, 128]
+    stage: Any  # VMEM [2 slots + spares, Q, N, L]: for each slot two in turn, then those of units finished on their own
+    stage_lse: Any  # VMEM [2 slots + spares, Q, N' / 128, 128]
     blank: Any  # VMEM [N, L] zeros
     blank_lse: Any  # VMEM [N' / 128, 128] -inf
     ids: Any  # SMEM [(2 lanes + 1) * columns of a window]

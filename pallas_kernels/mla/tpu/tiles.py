@@ -73,7 +73,7 @@ def vmem_bytes(tiles: Tiles, blocks: Blocks, heads: int, queries: int, latent: i
     buffers = 3 * tiles.lanes * blocks.keys * (latent + LANES // 2) * size
     query = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 2
     accumulators = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 4
-    stages = (2 * tiles.slots + 1) * queries * (heads * latent * 2 + 8 * spread * 4)
+    stages = 2 * (tiles.slots + tiles.lanes) * queries * (heads * latent * 2 + 8 * spread * 4)
     constants = blocks.parts * blocks.keys * (6 * LANES + 64)
     total = buffers + query + accumulators + stages + constants + _SPARE
     most = _VMEM.get(generation(), max(_VMEM.values()))

@@ -70,6 +70,7 @@ def patches_of(
     table: Int32[Array, "R C"],
     begin: Int32[Array, ""] | int,
     *,
+    blocks: int,
     chunk: int,
     n: int,
     shards: int,
@@ -79,7 +80,7 @@ def patches_of(
     """Patches that the tokens [begin, begin + chunk) of the packed axis fall into, and how many they are.
 
     Groups of 8 rows are listed in order. One of a second half page is left to its partner in the first
-    half where that one is listed too.
+    half where that one is listed too. Null blocks and ids outside the pool of `blocks` are left out.
     """
     most, half = most_patches(chunk, table.shape[0]), n // 2 // GROUP
     skipped = jnp.clip(begin - rows.offset, 0, rows.length)
@@ -106,7 +107,7 @@ def patches_of(
     found = Patches(
         block, group, base, clipped(first, 0), clipped(end, 0), clipped(first, 1), clipped(end, 1)
     )  # fmt: skip
-    wanted = listed & ~partner_listed & (column < table.shape[1]) & (block != 0)
+    wanted = listed & ~partner_listed & (column < table.shape[1]) & (block > 0) & (block < blocks)
     order = jnp.argsort(~wanted, stable=True)
     return Patches(*(field[order] for field in found)), jnp.sum(wanted, dtype=jnp.int32)
 
@@ -237,9 +238,9 @@ def mla_write(
     width = 8 * jnp.dtype(cache.dtype).itemsize
     halves = 2 * form.latent // LANES + 1
     place = {"shards": shards, "interleave": interleave}
-    patches, total = jax.vmap(lambda begin: patches_of(rows, table, begin, chunk=chunk, n=n, rank=rank, **place))(
-        chunk * jnp.arange(chunks, dtype=jnp.int32)
-    )
+    patches, total = jax.vmap(
+        lambda begin: patches_of(rows, table, begin, blocks=cache.shape[1], chunk=chunk, n=n, rank=rank, **place)
+    )(chunk * jnp.arange(chunks, dtype=jnp.int32))
     pool = cache.reshape(*cache.shape[:2], halves, n // 2, LANES)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     bits = _bits(stored(new, cache.dtype, cache_scale), form.latent)
