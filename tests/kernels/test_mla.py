@@ -236,7 +236,8 @@ def test_rows_are_written_where_both_forms_of_a_page_have_them(layout, dtype, ca
         [5, 0, 1, 40], [30, 7, 44, 3], n=n, shards=shards, interleave=interleave, planes=True, latent=128, position=64,
     )  # fmt: skip
     new = np.full((60, 192), np.nan, np.float32)
-    new[:46] = np.concatenate([given.keys[r, c : c + m] for r, (m, c) in enumerate(zip(given.length, given.context))])  # noqa: B905
+    spans = zip(given.keys, given.length, given.context, strict=True)
+    new[:46] = np.concatenate([keys[begin : begin + count] for keys, count, begin in spans])
     table = given.table.copy()
     table[0, 0] = 0  # the null block takes nothing
     for rank in range(shards):
