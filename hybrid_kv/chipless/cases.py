@@ -58,6 +58,17 @@ class Case:
         return tuple(self.cycles)
 
 
+def limited(name: str, build: Callable[[], Problem], limits: Mapping[str, tuple[int, int]] | None = None) -> Case:
+    """A case whose limits are given together: by chip, the most cycles and bundles."""
+    stored = limits or {}
+    return Case(
+        name,
+        build,
+        {chip: cycles for chip, (cycles, _) in stored.items()},
+        {chip: bundles for chip, (_, bundles) in stored.items()},
+    )
+
+
 def kernel_names() -> tuple[str, ...]:
     """Kernels that have cases."""
     room = importlib.import_module(_ROOM)

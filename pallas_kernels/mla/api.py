@@ -11,6 +11,7 @@ the null block.
 A pool of 8-bit floats has one scale: it holds rows / cache_scale, clipped to what the type can hold.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,6 @@ _ATTENTION: Implementations = {
     "tpu": "pallas_kernels.mla.tpu.attention:mla_attention",
     "gpu": "pallas_kernels.mla.gpu:mla_attention",
 }
-# Types of pools that the TPU kernel multiplies; tpu7x has no products with the last one.
-_TPU_READS = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz)
 _MERGE: Implementations = {"reference": merge.merge_lse}
 
 
@@ -42,9 +41,16 @@ def _written(form: Pages) -> Callable[[str], bool]:
 
 def _read(form: Pages, dtype: Any, query: Any) -> Callable[[str], bool]:
     """Whether an implementation attends with queries of a type to such pages."""
-    on_tpu = form.planes and form.rows % 16 == 0 and dtype in _TPU_READS
-    wide = form.planes and form.latent == 512 and form.rows % 64 == 0 and dtype == query == jnp.bfloat16
-    return lambda name: {"tpu": on_tpu, "gpu": wide and on_hopper()}.get(name, True)
+
+    def fits(name: str) -> bool:
+        # Asked on the platform of the kernel alone, where its module can be imported.
+        if name == "tpu":
+            return importlib.import_module("pallas_kernels.mla.tpu.tiles").fits(form, dtype)
+        if name == "gpu":
+            return on_hopper() and importlib.import_module("pallas_kernels.mla.gpu").fits(form, dtype, query)
+        return True
+
+    return fits
 
 
 def mla_write(
@@ -152,7 +158,7 @@ def mla_attention(
     check_index("layer", layer, cache.shape[0])
     check_index("rank", rank, shards)
     sees = visible(causal, window, soft_cap)
-    if not q_latent.shape[0] or not table.size:
+    if not q_latent.size or not table.size:
         return jnp.zeros_like(q_latent), jnp.full(q_latent.shape[:2], -jnp.inf, jnp.float32)
     run = choose("mla_attention", implementation, _ATTENTION, _read(form, cache.dtype, q_latent.dtype))
     return run(

@@ -42,7 +42,7 @@ def position_in_block(
 def rows_before(
     within: Int32[Array, "..."] | int, rank: Int32[Array, ""] | int, shards: int, interleave: int
 ) -> Int32[Array, "..."]:
-    """Rows of `rank` among the first `within` (0 or more) positions of a block."""
+    """Rows of `rank` among the first `within` (0 or more) positions of a block, or of a whole sequence."""
     cycle = interleave * shards
     turns = jax.lax.div(within, cycle)
     return turns * interleave + jnp.clip(within - turns * cycle - rank * interleave, 0, interleave)

@@ -20,9 +20,12 @@ class Visible(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
 
-    def capped(self, score: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Scores after the cap."""
-        return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
+    def capped(self, score: Float[Array, "..."], unit: float = 1.0) -> Float[Array, "..."]:
+        """Scores after the cap; `unit` is that of the scores, such as log2 e for exponents of base 2."""
+        if self.soft_cap is None:
+            return score
+        cap = self.soft_cap * unit
+        return cap * jnp.tanh(score / cap)
 
 
 def visible(causal: bool, window: int | None, soft_cap: float | None) -> Visible:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.dispatch import Implementations, choose
 from pallas_kernels.paged import reference
-from pallas_kernels.paged.ids import check, check_targets
+from pallas_kernels.paged.ids import check, check_content, check_targets
 
 
 def _forms(op: str) -> Implementations:
@@ -77,10 +77,5 @@ def scatter_blocks(
       ValueError: an id beyond the pool, two equal ones, or content of another shape or type than that of the blocks.
     """
     check_targets("target", target, pool.shape[1])
-    wanted = (pool.shape[0], target.shape[0], *pool.shape[2:])
-    if content.shape != wanted or content.dtype != pool.dtype:
-        raise ValueError(
-            f"content: got {content.dtype}{list(content.shape)}; {target.shape[0]} blocks of this pool are "
-            f"{pool.dtype}{list(wanted)}"
-        )
+    check_content(content, pool, target.shape[0])
     return choose("scatter_blocks", implementation, _forms("scatter_blocks"))(pool, target, content)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.paged import api
-from pallas_kernels.paged.ids import check, check_targets
+from pallas_kernels.paged.ids import check, check_content, check_targets
 
 _copy = jax.jit(api.copy_blocks, donate_argnums=0, static_argnames="implementation")
 _zero = jax.jit(api.zero_blocks, donate_argnums=0, static_argnames="implementation")
@@ -89,12 +89,7 @@ def scatter(
       ValueError: an id beyond the pool, two equal ones, or content of another shape or type.
     """
     check_targets("target", blocks, pool.shape[1])
-    wanted = (pool.shape[0], len(blocks), *pool.shape[2:])
-    if content.shape != wanted or content.dtype != pool.dtype:
-        raise ValueError(
-            f"content: got {content.dtype}{list(content.shape)}; {len(blocks)} blocks of this pool are "
-            f"{pool.dtype}{list(wanted)}"
-        )
+    check_content(content, pool, len(blocks))
     if not len(blocks):
         return pool
     padding = [(0, 0), (0, bucket(len(blocks)) - len(blocks)), *[(0, 0)] * (pool.ndim - 2)]

@@ -1,4 +1,4 @@
-"""Checks of block ids on the host: an id beyond the pool is refused, never clipped."""
+"""Checks of ids and contents of blocks on the host: an id beyond the pool is refused, never clipped."""
 
 from typing import Any
 
@@ -35,3 +35,17 @@ def check_targets(name: str, ids: Any, blocks: int) -> None:
     twice = values[(counts > 1) & (values != 0)]
     if len(twice):
         raise ValueError(f"{name}: got block {int(twice[0])} twice; each block may be written once")
+
+
+def check_content(content: Any, pool: Any, count: int) -> None:
+    """Refuse what is not the content of `count` blocks of a pool.
+
+    Raises:
+      ValueError: another shape or type.
+    """
+    wanted = (pool.shape[0], count, *pool.shape[2:])
+    if content.shape != wanted or content.dtype != pool.dtype:
+        raise ValueError(
+            f"content: got {content.dtype}{list(content.shape)}; {count} blocks of this pool are "
+            f"{pool.dtype}{list(wanted)}"
+        )

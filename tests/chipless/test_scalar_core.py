@@ -80,3 +80,11 @@ def test_a_semaphore_can_be_raised_and_cleared_by_the_program(amount):
     assert copies.ready_at("flag", amount) == (3, True)
     copies.clear("flag")
     assert copies.ready_at("flag", 1) == (0, False)
+
+
+@pytest.mark.parametrize(("direction", "far"), [("hbm_to_smem", True), ("general", True), ("vmem_to_smem", False)])
+def test_copies_that_do_not_say_where_they_go_use_high_bandwidth_memory(direction, far):
+    copies = Copies(bytes_per_cycle=100, latency=40)
+    copies.start(direction, 100, "done", 0.0)
+    assert copies.hbm_bytes == (100 * GRANULE if far else 0)
+    assert copies.ready_at("done", 100) == (32 + 40 if far else 8 + 10, True)

@@ -96,12 +96,3 @@ def test_what_the_kernel_does_not_take_is_refused_with_the_fix():
     narrow = case([1], [10], heads=2, n=32)
     with pytest.raises(ValueError, match=r"cache: got planes of 32 x \(512 \+ 64\).*multiple of 64 rows"):
         attend(narrow, Visible())
-
-
-def test_a_step_without_tokens_or_blocks_is_empty():
-    given = case([1], [10], heads=2)
-    none = dataclasses.replace(given, q=given.q[:0], length=given.length * 0)
-    out, lse = attend(none, Visible())
-    assert out.shape == (0, 2, 512) and lse.shape == (0, 2)
-    out, lse = attend(given, Visible(), table=given.table[:, :0])
-    assert not out.any() and np.isneginf(lse).all()

@@ -107,7 +107,7 @@ def test_a_row_over_several_chunks_is_written_as_by_one(n, monkeypatch):
 def test_no_tokens_and_pages_the_tpu_does_not_write():
     pool, new, layer, rows, table = problem([0] * 4, [0] * 4, 16, jnp.bfloat16, 0)
     stripe = {"shards": 1, "rank": 0, "interleave": 1}
-    same(on_tpu(pool, new[:0], layer, rows, table, **stripe), pool)
+    same(mla_write(pool, new[:0], layer, rows, table, implementation="tpu", **stripe), pool)
     for bad in (jnp.zeros((1, 2, 8, 576)), jnp.zeros(pool_shape(1, 2, 24, 512, 64, planes=True))):
         with pytest.raises(ValueError, match="cache: got pages of"):
             mla_write(bad, new, 0, rows, table, implementation="tpu", **stripe)

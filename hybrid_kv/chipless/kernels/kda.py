@@ -1,7 +1,6 @@
 """Kimi Delta Attention: activations in bf16, heads of 128 x 128, a pool of real size, the convolution apart."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from hybrid_kv.chipless.cases import Case, Problem
+from hybrid_kv.chipless.cases import Problem, limited
 from pallas_kernels.kda import Commit, Records, kda_commit, kda_commit_verify, kda_decode, kda_prefill, kda_verify
 from pallas_kernels.rows import RaggedRows
 
@@ -133,54 +132,43 @@ def _two_launches(cut: int = 1000) -> Problem:
     return Problem(run, (*tokens, pool), hbm_bytes=whole.hbm_bytes, donate=(7,), per=whole.per)
 
 
-def _case(name: str, build: Any, limits: Mapping[str, tuple[int, int]] | None = None) -> Case:
-    """limits: by chip, the most cycles and bundles."""
-    stored = limits or {}
-    return Case(
-        name,
-        build,
-        {chip: cycles for chip, (cycles, _) in stored.items()},
-        {chip: bundles for chip, (_, bundles) in stored.items()},
-    )
-
-
 _part = functools.partial
 CASES = (
-    _case("prefill-any", _prefill, {"v6e": (168000, 8500), "tpu7x": (168000, 8100)}),
-    _case("prefill-bounded", _part(_prefill, lower_bound=-5.0), {"v6e": (130000, 7200), "tpu7x": (129000, 6800)}),
-    _case("prefill-any-1-save", _part(_prefill, saves=(1024,))),
-    _case("prefill-any-1-save-inside", _part(_prefill, saves=(1000,))),
-    _case("prefill-any-4-saves", _part(_prefill, saves=(512, 1024, 1536, 1984))),
-    _case("prefill-any-4-saves-inside", _part(_prefill, saves=(500, 1000, 1500, 2000)), {"v6e": (177000, 8500)}),
-    _case("prefill-bounded-1-save-inside", _part(_prefill, lower_bound=-5.0, saves=(1000,))),
-    _case(
+    limited("prefill-any", _prefill, {"v6e": (168000, 8500), "tpu7x": (168000, 8100)}),
+    limited("prefill-bounded", _part(_prefill, lower_bound=-5.0), {"v6e": (130000, 7200), "tpu7x": (129000, 6800)}),
+    limited("prefill-any-1-save", _part(_prefill, saves=(1024,))),
+    limited("prefill-any-1-save-inside", _part(_prefill, saves=(1000,))),
+    limited("prefill-any-4-saves", _part(_prefill, saves=(512, 1024, 1536, 1984))),
+    limited("prefill-any-4-saves-inside", _part(_prefill, saves=(500, 1000, 1500, 2000)), {"v6e": (177000, 8500)}),
+    limited("prefill-bounded-1-save-inside", _part(_prefill, lower_bound=-5.0, saves=(1000,))),
+    limited(
         "prefill-bounded-4-saves-inside",
         _part(_prefill, lower_bound=-5.0, saves=(500, 1000, 1500, 1960)),
         {"v6e": (134_000, 7_200)},
     ),
-    _case("prefill-bounded-4-saves-late", _part(_prefill, lower_bound=-5.0, saves=(500, 1000, 1500, 2000))),
-    _case("prefill-bounded-8-heads", _part(_prefill, heads=8, lower_bound=-5.0)),
-    _case("prefill-bounded-4-heads", _part(_prefill, heads=4, lower_bound=-5.0)),
-    _case("prefill-bounded-ragged", _part(_prefill, lengths=(37, 900, 1111), lower_bound=-5.0)),
-    _case("prefill-any-no-saves", _part(_prefill, most_saves=0)),
-    _case("prefill-two-launches", _two_launches),
-    _case("prefill-ragged", _part(_prefill, lengths=(1, 63, 64, 65, 700, 1155), start=100)),
-    _case("prefill-512", _part(_prefill, lengths=(512,))),
-    _case("prefill-8192", _part(_prefill, lengths=(8192,))),
-    *(_case(f"prefill-{heads}-heads", _part(_prefill, heads=heads)) for heads in (1, 4, 8, 12, 32)),
-    _case("decode-32-heads", _part(_decode, 128, 32), {"v6e": (616_000, 2_800), "tpu7x": (347_000, 2_850)}),
-    *(_case(f"decode-{heads}-heads", _part(_decode, 128, heads)) for heads in (16, 12, 8, 4, 1)),
-    _case(
+    limited("prefill-bounded-4-saves-late", _part(_prefill, lower_bound=-5.0, saves=(500, 1000, 1500, 2000))),
+    limited("prefill-bounded-8-heads", _part(_prefill, heads=8, lower_bound=-5.0)),
+    limited("prefill-bounded-4-heads", _part(_prefill, heads=4, lower_bound=-5.0)),
+    limited("prefill-bounded-ragged", _part(_prefill, lengths=(37, 900, 1111), lower_bound=-5.0)),
+    limited("prefill-any-no-saves", _part(_prefill, most_saves=0)),
+    limited("prefill-two-launches", _two_launches),
+    limited("prefill-ragged", _part(_prefill, lengths=(1, 63, 64, 65, 700, 1155), start=100)),
+    limited("prefill-512", _part(_prefill, lengths=(512,))),
+    limited("prefill-8192", _part(_prefill, lengths=(8192,))),
+    *(limited(f"prefill-{heads}-heads", _part(_prefill, heads=heads)) for heads in (1, 4, 8, 12, 32)),
+    limited("decode-32-heads", _part(_decode, 128, 32), {"v6e": (616_000, 2_800), "tpu7x": (347_000, 2_850)}),
+    *(limited(f"decode-{heads}-heads", _part(_decode, 128, heads)) for heads in (16, 12, 8, 4, 1)),
+    limited(
         "decode-32-heads-bf16",
         _part(_decode, 128, 32, jnp.bfloat16),
         {"v6e": (313_000, 3_550), "tpu7x": (197_000, 3_500)},
     ),
-    *(_case(f"decode-{heads}-heads-bf16", _part(_decode, 128, heads, jnp.bfloat16)) for heads in (16, 8)),
-    *(_case(f"decode-{rows}-rows", _part(_decode, rows, 32)) for rows in (1, 16, 256)),
-    _case("verify-4", _part(_speculate, kda_verify, 4), {"v6e": (318_000, 2_700)}),
-    _case("commit-4", _part(_speculate, kda_commit, 4)),
-    _case("commit-verify-4", _part(_speculate, kda_commit_verify, 4), {"v6e": (620_000, 3_750)}),
-    _case("verify-8", _part(_speculate, kda_verify, 8)),
-    _case("commit-8", _part(_speculate, kda_commit, 8)),
-    _case("commit-verify-8", _part(_speculate, kda_commit_verify, 8)),
+    *(limited(f"decode-{heads}-heads-bf16", _part(_decode, 128, heads, jnp.bfloat16)) for heads in (16, 8)),
+    *(limited(f"decode-{rows}-rows", _part(_decode, rows, 32)) for rows in (1, 16, 256)),
+    limited("verify-4", _part(_speculate, kda_verify, 4), {"v6e": (318_000, 2_700)}),
+    limited("commit-4", _part(_speculate, kda_commit, 4)),
+    limited("commit-verify-4", _part(_speculate, kda_commit_verify, 4), {"v6e": (620_000, 3_750)}),
+    limited("verify-8", _part(_speculate, kda_verify, 8)),
+    limited("commit-8", _part(_speculate, kda_commit, 8)),
+    limited("commit-verify-8", _part(_speculate, kda_commit_verify, 8)),
 )

@@ -1,7 +1,7 @@
 """Latent attention in absorbed form: pools of real size, q and outputs in bf16, costs for each key a rank holds."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from hybrid_kv.chipless.cases import Case, Problem
+from hybrid_kv.chipless.cases import Case, Problem, limited
 from pallas_kernels.mla.tpu.attention import mla_attention
 from pallas_kernels.mla.tpu.tiles import Tiles
 from pallas_kernels.mla.visible import Visible
@@ -66,17 +66,6 @@ def _attention(
     )  # fmt: skip
 
 
-def _case(name: str, build: Any, limits: Mapping[str, tuple[int, int]] | None = None) -> Case:
-    """limits: by chip, the most cycles and bundles."""
-    stored = limits or {}
-    return Case(
-        name,
-        build,
-        {chip: cycles for chip, (cycles, _) in stored.items()},
-        {chip: bundles for chip, (_, bundles) in stored.items()},
-    )
-
-
 _part = functools.partial
 _TYPES = {"bf16": BF16, "e4m3": E4M3, "b11": B11}
 _EQUAL, _LONG = np.full(ROWS, 4096), 8 * ragged_lengths()
@@ -85,13 +74,13 @@ _EQUAL, _LONG = np.full(ROWS, 4096), 8 * ragged_lengths()
 def _each(name: str, **options: Any) -> Iterator[Case]:
     """A case without limits for each type of cache."""
     for short, dtype in _TYPES.items():
-        yield _case(f"{name}-{short}", _part(_attention, dtype=dtype, **options))
+        yield limited(f"{name}-{short}", _part(_attention, dtype=dtype, **options))
 
 
 CASES = (
-    _case("decode-bf16", _part(_attention), {"v6e": (795_000, 7_000), "tpu7x": (530_000, 10_000)}),
-    _case("decode-b11", _part(_attention, dtype=B11), {"v6e": (410_000, 5_500)}),
-    _case("decode-e4m3", _part(_attention, dtype=E4M3), {"tpu7x": (335_000, 7_500)}),
+    limited("decode-bf16", _part(_attention), {"v6e": (795_000, 7_000), "tpu7x": (530_000, 10_000)}),
+    limited("decode-b11", _part(_attention, dtype=B11), {"v6e": (410_000, 5_500)}),
+    limited("decode-e4m3", _part(_attention, dtype=E4M3), {"tpu7x": (335_000, 7_500)}),
     *(case for page in (16, 32, 64, 128, 1024) for case in _each(f"decode-page-{page}", page=page)),
     *_each("decode-equal", lengths=_EQUAL),
     *(case for heads in (12, 32, 96, 128) for case in _each(f"decode-{heads}-heads", heads=heads)),
@@ -101,9 +90,9 @@ CASES = (
     *_each("verify-4-32-heads", tokens=4, heads=32),
     *_each("chunk-16", tokens=16, query_tile=64, lengths=ragged_lengths(16)),
     *(
-        _case(f"try-{short}-{lanes}x{keys}-{groups}", _part(_attention, dtype=dtype, tiles=Tiles(lanes, keys, groups)))
+        limited(f"try-{short}-{n}x{keys}-{groups}", _part(_attention, dtype=dtype, tiles=Tiles(n, keys, groups)))
         for short, dtype in _TYPES.items()
-        for lanes, keys, groups in ((16, 256, 1), (32, 256, 4), (8, 512, 1), (8, 512, 2), (16, 512, 1), (16, 512, 2),
+        for n, keys, groups in ((16, 256, 1), (32, 256, 4), (8, 512, 1), (8, 512, 2), (16, 512, 1), (16, 512, 2),
                                     (16, 512, 4), (24, 512, 3), (8, 1024, 2))
     ),
 )  # fmt: skip

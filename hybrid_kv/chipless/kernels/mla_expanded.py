@@ -25,7 +25,7 @@ def _attention(
 ) -> Problem:
     """Rows packed one after the other over a context that fits into one piece."""
     count = sum(length)
-    tiling = tpu.tiling(count, heads)
+    tiling = tpu.tiling(count)
     longest = max(n + c for n, c in zip(length, context, strict=True))
     needed = sum(-(-(n + c) // PAGE) * PAGE for n, c in zip(length, context, strict=True))
     space = workspace_of(needed, Pages(PAGE, LATENT, ROPE, planes=True), 1, 1, 1, tiling.block)

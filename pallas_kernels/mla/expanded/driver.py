@@ -126,7 +126,7 @@ def expanded(
     form = pages_of(cache, w_uk.shape[-1], q_rope.shape[-1])
     if axis is not None and jax.lax.axis_size(axis) != shards:
         raise ValueError(f"axis: got {axis!r} of {jax.lax.axis_size(axis)} ranks for {shards} shards; they must agree")
-    tiling = run.tiling(count, heads)
+    tiling = run.tiling(count)
     space = workspace_of(workspace, form, shards, interleave, shards if axis else 1, tiling.block)
     if space.rows // tiling.block > MOST_BLOCKS:
         raise ValueError(

@@ -178,7 +178,7 @@ def kernel(*refs: Any, sees: Visible) -> None:
 
         @pl.when(opened)
         def together():
-            _open(r, [(h, t) for t in both for h in range(heads)], sees)
+            _known(r, [(h, t) for t in both for h in range(heads)], sees, hides=False)
 
         @pl.when(jnp.logical_not(opened) & (kind_of(step, both[0]) + kind_of(step, both[1]) > SKIP))
         def apart():
@@ -196,7 +196,7 @@ def kernel(*refs: Any, sees: Visible) -> None:
 
         @pl.when((kind == OPEN) | (kind == EDGE))
         def edge():
-            _edge(r, each, sees)
+            _known(r, each, sees, hides=True)
 
         @pl.when(kind == START)
         def start():
@@ -259,10 +259,7 @@ def _of(head: Any) -> Any:
 def _score(r: Refs, sees: Visible, at: Any) -> jax.Array:
     h, t = at
     s = _product(jnp.concatenate([r.nope[:, _of(h)], r.rope[...]], axis=1), r.q[h, t])
-    if sees.soft_cap is None:
-        return s
-    cap = sees.soft_cap / math.log(2.0)
-    return cap * jnp.tanh(s / cap)
+    return sees.capped(s, math.log2(math.e))
 
 
 def _add_up(r: Refs, at: Any, p: jax.Array) -> jax.Array:
@@ -278,11 +275,12 @@ def _reference(r: Refs, at: Any) -> jax.Array:
     return r.state[*at, ANCHOR.start : ANCHOR.start + 1]
 
 
-def _open(r: Refs, each: Sequence[Any], sees: Visible) -> None:
-    """All keys seen, the reference known."""
+def _known(r: Refs, each: Sequence[Any], sees: Visible, hides: bool) -> None:
+    """The reference known; all keys seen, or some hidden."""
 
     def soften(at, s):
-        return _add_up(r, at, jnp.exp2(s - _reference(r, at)))
+        s -= _reference(r, at)
+        return _add_up(r, at, jnp.exp2(s + r.bias[...] if hides else s))
 
     staggered(
         each,
@@ -304,23 +302,6 @@ def _hide(r: Refs, row: Any, tile: Any, sees: Visible) -> None:
     if sees.window is not None:
         seen &= at > own - sees.window
     r.bias[...] = jnp.where(seen, 0.0, _HIDDEN)
-
-
-def _edge(r: Refs, each: Sequence[Any], sees: Visible) -> None:
-    """Some keys hidden, the reference known."""
-
-    def soften(at, s):
-        return _add_up(r, at, jnp.exp2(s - _reference(r, at) + r.bias[...]))
-
-    staggered(
-        each,
-        [
-            (0, lambda at, _: _score(r, sees, at)),
-            (12, lambda at, p: _product(r.value[_of(at[0])], p)),
-            (6, soften),
-            (13, functools.partial(_add, r)),
-        ],
-    )
 
 
 def _turn(r: Refs, at: Any) -> None:

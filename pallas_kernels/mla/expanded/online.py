@@ -33,9 +33,8 @@ class State(NamedTuple):
     out: Float[Array, "tiles N Q V"]
 
 
-def tiling(tokens: int, heads: int) -> Tiling:
-    """Tiles of 128 queries, blocks of 128 keys; the heads do not matter."""
-    del heads
+def tiling(tokens: int) -> Tiling:
+    """Tiles of 128 queries, blocks of 128 keys."""
     tile = min(128, -(-tokens // 8) * 8)
     return Tiling(tile, 128, 1, -(-tokens // tile))
 
@@ -87,14 +86,6 @@ def query_positions(plan: Plan, row: Int32[Array, ""], tile: Int32[Array, ""], s
     return jnp.where((within >= 0) & (within < plan.length[row]), plan.start[row] + within, -1)
 
 
-def in_base_2(sees: Visible, score: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Scores after the cap, which is given for natural exponents."""
-    if sees.soft_cap is None:
-        return score
-    cap = sees.soft_cap / math.log(2.0)
-    return cap * jnp.tanh(score / cap)
-
-
 def attend(
     state: State,
     query: Float[Array, "tiles N Q DP"],
@@ -120,7 +111,7 @@ def attend(
         nope, rope = piece(context.nope, 0).reshape(tiling.block, heads, -1), piece(context.rope, 0)[:, None]
         key = jnp.concatenate([nope, jnp.broadcast_to(rope, (*nope.shape[:2], rope.shape[-1]))], axis=-1)
         dot = {"precision": Precision.HIGHEST, "preferred_element_type": jnp.float32}
-        score = in_base_2(sees, jnp.einsum("nqd,knd->nqk", query[tile], key, **dot))
+        score = sees.capped(jnp.einsum("nqd,knd->nqk", query[tile], key, **dot), math.log2(math.e))
         own, at = query_positions(plan, plan.owner[block], tile, tiling.tile)[:, None], piece(context.at, 0)
         mask = at <= own
         if sees.window is not None:

@@ -70,9 +70,8 @@ def heads_per_program(heads: int) -> int:
     return max(h for h in range(2, _HEADS + 1, 2) if heads % h == 0)
 
 
-def tiling(tokens: int, heads: int) -> Tiling:
+def tiling(tokens: int) -> Tiling:
     """Tiles of 256 queries in groups of up to four; blocks of 256 keys."""
-    del heads
     tiles = -(-tokens // QUERIES)
     groups = -(-tiles // MOST_TILES)
     return Tiling(QUERIES, KEYS, -(-tiles // groups), groups)
@@ -102,7 +101,7 @@ def empty(query: Queries, value: int) -> State:
     if value != LANES:
         raise ValueError(f"w_uv: got values {value} wide; the TPU kernel takes {LANES}; use implementation='xla'")
     count, width = query.nope.shape
-    sizes = tiling(count, 1)
+    sizes = tiling(count)
     leading = (width // LANES, sizes.groups * sizes.per_group)
     return State(
         jax.lax.empty(query.nope.shape, query.nope.dtype),

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mla.gpu.stretch import LATENT, attend
@@ -10,6 +11,11 @@ from pallas_kernels.mla.merge import merge_lse
 from pallas_kernels.mla.pages import TAIL, Pages, pages_of
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows
+
+
+def fits(form: Pages, dtype: DTypeLike, query: DTypeLike) -> bool:
+    """Whether the kernel takes queries of a type over such pages."""
+    return form.planes and form.latent == LATENT and form.rows % KEYS == 0 and dtype == query == jnp.bfloat16
 
 
 def _check(q_latent: jax.Array, q_rope: jax.Array, cache: jax.Array, form: Pages) -> None:
@@ -57,8 +63,6 @@ def mla_attention(
     form = pages_of(cache, latent, q_rope.shape[-1])
     _check(q_latent, q_rope, cache, form)
     total = count * heads
-    if not total or not table.size:
-        return jnp.zeros_like(q_latent), jnp.full((count, heads), -jnp.inf, jnp.float32)
     jobs = work(rows, count, heads, form, table.shape[1], shards, rank, interleave, visible)
     parts = stretches(total, table.shape[0], table.shape[1] * form.rows // KEYS)
     factor = scale * (1.0 if cache_scale is None else cache_scale)

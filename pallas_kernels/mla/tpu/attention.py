@@ -15,11 +15,10 @@ from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of, positions
 from pallas_kernels.mla.tpu.kernel import kernel
 from pallas_kernels.mla.tpu.plan import plan, units_of
 from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Shape
-from pallas_kernels.mla.tpu.tiles import SCALAR_BYTES, Tiles, choose_tiles, generation, vmem_bytes
+from pallas_kernels.mla.tpu.tiles import SCALAR_BYTES, Tiles, choose_tiles, fits, vmem_bytes
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, max_tiles
 
-_TYPES = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz)
 # Columns of the block table in scalar memory for each lane, twice.
 _WINDOW = 1024
 # Tokens of a unit of long rows, and rows of its products.
@@ -132,14 +131,11 @@ def mla_attention(
     form = pages_of(cache, latent, q_rope.shape[-1])
     padded = -(-heads // 16) * 16
     page_rows = form.rows
-    if not form.planes or cache.dtype not in _TYPES:
+    if not fits(form, cache.dtype):
         raise ValueError(
-            f"cache: got {cache.dtype} pages of {cache.shape[2:]}; the TPU kernel takes pages in planes, of "
-            "bfloat16 or 8-bit floats; use implementation 'reference' for others"
+            f"cache: got {cache.dtype} pages of {cache.shape[2:]}; the TPU kernel takes pages in planes, a multiple "
+            "of 16 rows, of bfloat16, float8_e4m3fn or, but on tpu7x, float8_e4m3b11fnuz; use 'reference' for others"
         )
-
-    if cache.dtype == jnp.float8_e4m3b11fnuz and generation() == 7:
-        raise ValueError("cache: got float8_e4m3b11fnuz, which tpu7x does not multiply; use float8_e4m3fn there")
 
     # Queries in the dtype of the products: scale, cache scale and base 2 folded in.
     cap = visible.soft_cap

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
-from pallas_kernels.mla.pages import LANES
+from pallas_kernels.mla.pages import LANES, Pages
 from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of
+from pallas_kernels.vmem import VMEM_BYTES
 
 
 class Tiles(NamedTuple):
@@ -42,12 +44,25 @@ _MOST_COPIES = 128
 SCALAR_BYTES = 768 << 10
 # For what the compiler itself puts into vector memory.
 _SPARE = 8 << 20
-_VMEM = {5: 52 << 20, 6: 110 << 20, 7: 56 << 20}
+# Types of pools whose rows are multiplied with bf16; tpu7x has no products with the last one.
+_TYPES = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz)
 
 
 def generation() -> int:
     """Of the chip that is compiled for; 0 where there is none, as in an interpreter."""
     return pltpu.get_tpu_info().generation if pltpu.is_tpu_device() else 0
+
+
+def fits(form: Pages, dtype: DTypeLike) -> bool:
+    """Whether the kernel takes such pages of such a type, on the chip that is compiled for."""
+    missing = generation() == 7 and dtype == jnp.float8_e4m3b11fnuz
+    return form.planes and form.rows % 16 == 0 and dtype in _TYPES and not missing
+
+
+def _vmem() -> int:
+    """Bytes of vector memory that may be used on the chip that is compiled for; an interpreter is like the largest."""
+    whole = pltpu.get_tpu_info().vmem_capacity_bytes if generation() else max(VMEM_BYTES.values())
+    return whole * 7 // 8
 
 
 def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> tuple[Tiles, Blocks]:
@@ -76,7 +91,7 @@ def vmem_bytes(tiles: Tiles, blocks: Blocks, heads: int, queries: int, latent: i
     stages = 2 * (tiles.slots + tiles.lanes) * queries * (heads * latent * 2 + 8 * spread * 4)
     constants = blocks.parts * blocks.keys * (6 * LANES + 64)
     total = buffers + query + accumulators + stages + constants + _SPARE
-    most = _VMEM.get(generation(), max(_VMEM.values()))
+    most = _vmem()
     if total > most:
         raise ValueError(
             f"mla_attention: {total} bytes of vector memory needed for {queries} tokens of {heads} heads, "

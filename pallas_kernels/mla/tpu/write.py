@@ -54,12 +54,6 @@ class Patches(NamedTuple):
     high2: Int32[Array, "M"]
 
 
-def owned(position: Any, shards: int, rank: Int32[Array, ""] | int, interleave: int) -> Any:
-    """Local rows of this rank before a position of a sequence."""
-    turn = interleave * shards
-    return position // turn * interleave + jnp.clip(position % turn - rank * interleave, 0, interleave)
-
-
 def most_patches(tokens: int, rows: int) -> int:
     """A row of m tokens meets at most (m - 2) / 8 + 2 groups of 8 rows."""
     return min(tokens, tokens // GROUP + 2 * rows)
@@ -86,8 +80,9 @@ def patches_of(
     skipped = jnp.clip(begin - rows.offset, 0, rows.length)
     length = jnp.clip(begin + chunk - rows.offset, 0, rows.length) - skipped
     start = rows.start + skipped
-    first = owned(start, shards, rank, interleave)
-    end = owned(start + length, shards, rank, interleave)
+    # A stripe of whole turns: the rows of a sequence are counted as those of one block.
+    first = stripe.rows_before(start, rank, shards, interleave)
+    end = stripe.rows_before(start + length, rank, shards, interleave)
     low = first // GROUP
     count = jnp.where(end > first, (end - 1) // GROUP - low + 1, 0)
     ends = jnp.cumsum(count, dtype=jnp.int32)
@@ -225,8 +220,6 @@ def mla_write(
             f"cache: got pages of {n} rows {'in planes' if form.planes else 'of whole rows'}; the TPU writes pages in "
             f"planes whose rows are a multiple of {2 * GROUP}"
         )
-    if not new.shape[0]:
-        return cache
     chunk = min(CHUNK, new.shape[0])
     chunks = -(-new.shape[0] // chunk)
     lists = chunks * most_patches(chunk, table.shape[0]) * len(Patches._fields) * 4
