@@ -173,5 +173,5 @@ def test_the_whole_path_compiles_within_the_memory_of_its_workspace(chip, heads,
     compiled = tpu.compile_for(chip, run, *whole(dtype, heads))
     assert compiled.seconds <= 60
     context, state = 8192 * (heads * 256 + 64) * 2, 2048 * heads * (144 * 4 + 128 * 2)
-    # Besides: the queries padded and side by side, chunks of 1,024 rows, positions.
+    # Besides: the queries padded and side by side, chunks of 4,096 rows, positions.
     assert compiled.temporary_bytes <= 1.2 * (context + state) + 4 * 2048 * heads * 192 * 2
