@@ -1,5 +1,7 @@
 """The sharding map says which mesh axes split every device array, and refuses what does not divide."""
 
+import dataclasses
+
 import jax
 import pytest
 from jax.sharding import NamedSharding
@@ -7,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from hybrid_kv.errors import UserError
 from hybrid_kv.planning import CacheOptions, CacheShape, plan_cache
+from hybrid_kv.planning.forms import PLAIN
 from hybrid_kv.sharding import ArraySharding, MeshSpec, ShardingMap
 
 SHAPE = CacheShape(
@@ -19,9 +22,39 @@ def test_mla_rows_are_split_by_dcp_and_states_by_heads_over_the_tensor_group():
     plan = plan_cache(SHAPE, CacheOptions(max_requests=2, max_context=256), MeshSpec(model=2, dcp=4))
     local = {array.name: array.local_shape(plan.mesh) for array in plan.sharding.arrays}
     assert local == {"mla": (2, 9, 16, 40), "kda": (5, 17, 1, 16, 16), "conv": (5, 17, 3, 48)}
-    assert plan.sharding["mla"].spec == P(None, None, "dcp", None)
-    assert plan.sharding["kda"].spec == P(None, None, ("model", "dcp"), None, None)
+    assert plan.sharding["mla"].spec == P(None, "data", "dcp", None)
+    assert plan.sharding["kda"].spec == P(None, "data", ("model", "dcp"), None, None)
     assert plan.sharding["mla"].rule == "rank = p % 64 // 1 % 4"
+
+
+def test_pools_of_replicas_lie_one_behind_the_other():
+    one, four = (plan_cache(SHAPE, CacheOptions(max_requests=2), MeshSpec(data=n, dcp=2)).sharding for n in (1, 4))
+    for array in one.arrays:
+        both = four[array.name]
+        assert both.shape[1] == 4 * array.shape[1]
+        assert both.local_shape(MeshSpec(data=4, dcp=2)) == array.local_shape(MeshSpec(dcp=2))
+
+
+WIDE = dataclasses.replace(SHAPE, latent=512, position=64, key=128, value=128)
+
+
+@pytest.mark.parametrize("kernels", ["tpu", "gpu"])
+def test_pools_for_kernels_lie_in_whole_tiles(kernels):
+    mesh, options = MeshSpec(model=2, dcp=4), CacheOptions(max_requests=2, max_context=256)
+    plain, tiled = plan_cache(WIDE, options, mesh), plan_cache(WIDE, options, mesh, kernels)
+    assert tiled.sharding["mla"].local_shape(mesh) == (2, 9, 72, 128)
+    assert plain.sharding["mla"].local_shape(mesh) == (2, 9, 16, 576)
+    assert tiled.sharding["conv"].local_shape(mesh) == (5, 17, 3, 3, 128)
+    assert plain.sharding["conv"].local_shape(mesh) == (5, 17, 3, 384)
+    for array in plain.sharding.arrays:
+        assert tiled.sharding[array.name].local_bytes(mesh) == array.local_bytes(mesh)
+
+
+def test_pools_stay_plain_where_sizes_have_no_tiles():
+    plan = plan_cache(SHAPE, CacheOptions(max_requests=2), MeshSpec(dcp=2), "tpu")
+    assert plan.forms == PLAIN
+    with pytest.raises(UserError, match="kernels: got 'cuda'; use one of tpu, gpu, or None"):
+        plan_cache(SHAPE, CacheOptions(), MeshSpec(), "cuda")
 
 
 def test_the_map_gives_the_named_sharding_of_every_array():
@@ -75,8 +108,6 @@ def test_sizes_the_mesh_does_not_divide_are_refused_with_the_axis():
 
 
 def test_models_that_lack_a_kind_of_layer_keep_a_null_pool():
-    import dataclasses
-
     only_kda = plan_cache(dataclasses.replace(SHAPE, mla_layers=()), CacheOptions(), MeshSpec(dcp=2))
     assert only_kda.sharding["mla"].shape == (0, 1, 2, 40)
     only_mla = plan_cache(dataclasses.replace(SHAPE, recurrent_layers=()), CacheOptions(), MeshSpec(dcp=2))

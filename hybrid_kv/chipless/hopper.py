@@ -22,7 +22,7 @@ from hybrid_kv.errors import UserError
 
 # The device as the compiler wants it described; the accelerated features are what allows matrix products of a
 # warpgroup.
-_H100 = """
+H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
   shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
@@ -80,9 +80,7 @@ def read_assembler(text: str) -> Assembled:
 
 @functools.cache
 def _device() -> Any:
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", topology="1x1x1", target_config=_H100
-    )
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="h100", topology="1x1x1", target_config=H100)
     return topology.devices[0]
 
 

@@ -14,6 +14,9 @@ class Caches(NamedTuple):
 
     Shapes are global. Mesh axes are (data, model, dcp); `model x dcp` is the tensor group.
 
+    Plain forms are given; kernels of an accelerator take pages in planes and histories in columns of 128
+    channels instead, see `planning.forms`.
+
     Attributes:
       mla: latent rows, [MLA layers, blocks, shards * rows_per_rank, L + P], axis 2 split over
         "dcp" (each rank sees its own rows_per_rank).
@@ -23,9 +26,9 @@ class Caches(NamedTuple):
         channels ordered (head, {q, k, v}, K) and split over ("model", "dcp").
     """
 
-    mla: Float[Array, "mla_layers B rows LP"]
+    mla: Float[Array, "mla_layers B *page"]
     kda: Float[Array, "kda_layers S H K V"]
-    conv: Float[Array, "kda_layers S W1 channels"]
+    conv: Float[Array, "kda_layers S W1 *channels"]
 
 
 class AttentionInputs(NamedTuple):

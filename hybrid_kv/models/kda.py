@@ -26,8 +26,8 @@ def decode_emission(recurrent: RecurrentInputs, start: Int32[Array, "R"]) -> Int
 class KdaMixer(nnx.Module):
     """See the module. Weights are [out, in]; `qkv` packs the outputs as (head, {q, k, v}, channel)."""
 
-    def __init__(self, config: KimiLinearConfig, params: dict[str, Array]) -> None:
-        self.config = config
+    def __init__(self, config: KimiLinearConfig, params: dict[str, Array], kernels: str | None = None) -> None:
+        self.config, self.kernels = config, kernels
         self.qkv = nnx.Param(params["qkv"])
         self.conv = nnx.Param(params["conv"])
         self.f_a = nnx.Param(params["f_a"])
@@ -44,20 +44,23 @@ class KdaMixer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         states: Float[Array, "layers S H K V"],
-        conv_states: Float[Array, "layers S W1 channels"],
+        conv_states: Float[Array, "layers S W1 *channels"],
         layer: Int32[Array, ""],
         batch: ModelBatch,
         *,
         decode_only: bool,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "layers S H K V"], Float[Array, "layers S W1 channels"]]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "layers S H K V"], Float[Array, "layers S W1 *channels"]]:
         """Mixer output, recurrent pool, convolution pool."""
         rows, slots = batch.rows, batch.recurrent
         width = self.config.kda_head_dim
         heads = self.a_log.shape[0]
-        mixed, conv_states = causal_conv1d(
-            project(x, self.qkv[...]), self.conv[...].T, conv_states, layer, rows, slots.read, slots.write,
-            slots.emit_position, slots.emit_slot,
+        # Held in columns of 128 channels, the pool is reshaped here and back in the kernel, which costs nothing.
+        histories = conv_states.reshape(*conv_states.shape[:3], -1)
+        mixed, histories = causal_conv1d(
+            project(x, self.qkv[...]), self.conv[...].T, histories, layer, rows, slots.read, slots.write,
+            slots.emit_position, slots.emit_slot, implementation=self.kernels,
         )  # fmt: skip
+        conv_states = histories.reshape(conv_states.shape)
         mixed = mixed.reshape(x.shape[0], heads, 3, width)
         q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
         raw_gate = project(project(x, self.f_a[...]), self.f_b[...]).reshape(q.shape)
@@ -67,12 +70,12 @@ class KdaMixer(nnx.Module):
         if decode_only:
             o, states = kda_decode(
                 *token, states, layer, rows.length > 0, slots.read, slots.write,
-                decode_emission(slots, rows.start), lower_bound=bound,
+                decode_emission(slots, rows.start), lower_bound=bound, implementation=self.kernels,
             )  # fmt: skip
         else:
             o, states = kda_prefill(
                 *token, states, layer, rows, slots.read, slots.write, slots.emit_position, slots.emit_slot,
-                lower_bound=bound,
+                lower_bound=bound, implementation=self.kernels,
             )  # fmt: skip
         gate = project(project(x, self.g_a[...]), self.g_b[...]).reshape(q.shape)
         y = gated_rms_norm(o, gate, self.o_norm[...], self.config.rms_norm_eps).astype(x.dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from hybrid_kv.models.axes import TENSOR, tensor_rank, tensor_sum
+from hybrid_kv.models.axes import tensor_rank, tensor_sum
 from hybrid_kv.models.batch import Caches, ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.ffn import DenseFfn, MoeFfn
@@ -27,12 +27,14 @@ from hybrid_kv.models.norms import RmsNorm, rms_norm
 from hybrid_kv.typing import Array, Float, Int32
 
 
-def _when(flag: Array, body: Callable, carry: tuple) -> tuple:
-    """body(carry) if flag else carry, as a loop of at most one pass.
+def _when(flag: Array, body: Callable, carry: tuple, kernels: str | None) -> tuple:
+    """body(carry) if flag else carry, on CPU as a loop of at most one pass.
 
     XLA updates what a loop carries in place, whereas `lax.cond` copied a whole pool in every layer on
     the CPU back end.
     """
+    if kernels is not None or jax.default_backend() != "cpu":
+        return jax.lax.cond(flag, body, lambda x: x, carry)
     return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, x: body(x), carry)
 
 
@@ -51,22 +53,24 @@ class KimiLinear(nnx.Module):
     Args:
       config: shapes and constants.
       params: arrays by parameter path (`parameters.inventory`), global or local shards.
+      kernels: "tpu" or "gpu" to name the kernels that run, whose pools lie in their form (`planning.forms`); None
+        takes those of the platform for what they fit.
     """
 
-    def __init__(self, config: KimiLinearConfig, params: Mapping[str, Array]) -> None:
+    def __init__(self, config: KimiLinearConfig, params: Mapping[str, Array], kernels: str | None = None) -> None:
         def group(name: str) -> dict[str, Array]:
             return {path.split(".")[1]: x for path, x in params.items() if path.startswith(name + ".")}
 
-        self.config = config
+        self.config, self.kernels = config, kernels
         self.embed = nnx.Param(params["embed"])
         self.mixer_norm = nnx.Param(params["mixer_norm"])
         self.ffn_norm = nnx.Param(params["ffn_norm"])
         self.norm = RmsNorm(params["norm"], config.rms_norm_eps)
         self.head = nnx.Param(params["head"])
         if config.kda_layers:
-            self.kda = KdaMixer(config, group("kda"))
+            self.kda = KdaMixer(config, group("kda"), kernels)
         if config.mla_layers:
-            self.mla = MlaMixer(config, group("mla"))
+            self.mla = MlaMixer(config, group("mla"), kernels)
         if config.dense_layers:
             self.dense = DenseFfn(group("dense"))
         if config.moe_layers:
@@ -74,7 +78,7 @@ class KimiLinear(nnx.Module):
 
     def __call__(
         self, batch: ModelBatch, caches: Caches, *, decode_only: bool, interleave: int = 1
-    ) -> tuple[Float[Array, "Q vocab"], Caches]:
+    ) -> tuple[Float[Array, "Q local"], Caches]:
         """One step.
 
         Args:
@@ -84,19 +88,20 @@ class KimiLinear(nnx.Module):
           interleave: tokens of a stripe of the MLA cache.
 
         Returns:
-          fp32 logits over the whole vocabulary of the tokens in `logits_index`, and the caches.
+          fp32 logits of the tokens in `logits_index` over this rank's part of the vocabulary (parts lie in the order of
+          ranks, "model" outermost), and the caches.
         """
         logits, _, caches = self.with_margins(batch, caches, decode_only=decode_only, interleave=interleave)
         return logits, caches
 
     def with_margins(
         self, batch: ModelBatch, caches: Caches, *, decode_only: bool, interleave: int = 1
-    ) -> tuple[Float[Array, "Q vocab"], Float[Array, "Q"], Caches]:
+    ) -> tuple[Float[Array, "Q local"], Float[Array, "Q"], Caches]:
         """As a call, with the smallest expert selection margin of each wanted token over all layers."""
         h, margin, caches = self._layers(self._embed(batch.tokens), batch, caches, decode_only, interleave)
         wanted = jnp.clip(batch.logits_index, 0, h.shape[0] - 1)
         logits = project(self.norm(h[wanted]), self.head[...]).astype(jnp.float32)
-        return jax.lax.all_gather(logits, TENSOR, axis=1, tiled=True), margin[wanted], caches
+        return logits, margin[wanted], caches
 
     def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """Rows of the vocabulary-split table; an id outside the vocabulary gives zeros."""
@@ -124,11 +129,13 @@ class KimiLinear(nnx.Module):
             h, margin, caches = carry
             x = rms_norm(h, self.mixer_norm[...][i], config.rms_norm_eps)
 
+            @jax.named_scope("kda")
             def kda(carry):
                 at = place["kda"][i]
                 _, states, conv = carry
                 return _layer(self.kda, at)(x, states, conv, at, batch, decode_only=decode_only)
 
+            @jax.named_scope("mla")
             def mla(carry):
                 at = place["mla"][i]
                 return _layer(self.mla, at)(x, carry[1], at, batch, decode_only=decode_only, interleave=interleave)
@@ -136,22 +143,28 @@ class KimiLinear(nnx.Module):
             y = jnp.zeros_like(h)
             mla_pool, kda_pool, conv_pool = caches
             if config.kda_layers:
-                y, kda_pool, conv_pool = _when(has["kda"][i], kda, (y, kda_pool, conv_pool))
+                y, kda_pool, conv_pool = _when(has["kda"][i], kda, (y, kda_pool, conv_pool), self.kernels)
             if config.mla_layers:
-                y, mla_pool = _when(has["mla"][i], mla, (y, mla_pool))
+                y, mla_pool = _when(has["mla"][i], mla, (y, mla_pool), self.kernels)
             h = h + y
 
             x = rms_norm(h, self.ffn_norm[...][i], config.rms_norm_eps)
             y = jnp.zeros_like(h)
             if config.dense_layers:
-                (y,) = _when(has["dense"][i], lambda _: (_layer(self.dense, place["dense"][i])(x),), (y,))
+
+                @jax.named_scope("dense")
+                def dense(_):
+                    return (_layer(self.dense, place["dense"][i])(x),)
+
+                (y,) = _when(has["dense"][i], dense, (y,), self.kernels)
             if config.moe_layers:
 
+                @jax.named_scope("moe")
                 def moe(carry):
                     out, gap = _layer(self.moe, place["moe"][i])(x)
                     return out, jnp.minimum(carry[1], gap)
 
-                y, margin = _when(has["moe"][i], moe, (y, margin))
+                y, margin = _when(has["moe"][i], moe, (y, margin), self.kernels)
             return h + y, margin, Caches(mla_pool, kda_pool, conv_pool)
 
         start = (h, jnp.full(h.shape[0], jnp.inf, jnp.float32), caches)

@@ -26,8 +26,8 @@ _PREFILL_TILE = 64
 class MlaMixer(nnx.Module):
     """See the module. Weights are [out, in]; `kv_b` packs per head the key rows, then the value rows."""
 
-    def __init__(self, config: KimiLinearConfig, params: dict[str, Array]) -> None:
-        self.config = config
+    def __init__(self, config: KimiLinearConfig, params: dict[str, Array], kernels: str | None = None) -> None:
+        self.config, self.kernels = config, kernels
         self.q = nnx.Param(params["q"])
         self.kv_a = nnx.Param(params["kv_a"])
         self.kv_a_norm = nnx.Param(params["kv_a_norm"])
@@ -44,13 +44,13 @@ class MlaMixer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        cache: Float[Array, "layers B rows LP"],
+        cache: Float[Array, "layers B *page"],
         layer: Int32[Array, ""],
         batch: ModelBatch,
         *,
         decode_only: bool,
         interleave: int,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "layers B rows LP"]]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "layers B *page"]]:
         """Mixer output and the latent pool with this step's rows."""
         config = self.config
         nope, value = config.nope_width, config.value_width
@@ -63,7 +63,10 @@ class MlaMixer(nnx.Module):
             "rank": jax.lax.axis_index(DCP),
             "interleave": interleave,
         }
-        cache = mla_write(cache, self.cache_rows(x), *place, **stripe)
+        stripe["implementation"] = self.kernels
+        # Pallas has no GPU kernel for writes.
+        written = stripe | {"implementation": None if self.kernels == "gpu" else self.kernels}
+        cache = mla_write(cache, self.cache_rows(x), *place, **written)
         attend = {"scale": config.softmax_scale, "query_tile": 1 if decode_only else _PREFILL_TILE, **stripe}
         out, _ = context_parallel(
             lambda latent, rope: mla_attention(latent, rope, cache, *place, **attend), q_latent, q[..., nope:], DCP

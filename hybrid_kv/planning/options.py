@@ -7,7 +7,6 @@ attention block and a block does not pad a state.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +14,7 @@ from hybrid_kv.cache.config import CacheConfig, Placement
 from hybrid_kv.cache.eviction import COVERAGE, JOINT, LRU, TIED
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupKind, SystemGeometry, resolve
+from hybrid_kv.planning.forms import LANES, PLAIN, PoolForms, forms_for
 from hybrid_kv.planning.groups import block_rows, group_layers
 from hybrid_kv.planning.layers import LayerSpec, delta_state_bytes, latent_row_bytes
 from hybrid_kv.sharding import TENSOR, ArraySharding, MeshSpec, ShardingMap, ownership_rule
@@ -98,6 +98,11 @@ class CacheShape:
     conv_itemsize: int
     state_itemsize: int = 4
 
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.heads * (2 * self.key + self.value)
+
     def layers(self) -> tuple[LayerSpec, ...]:
         """Its cache layers, MLA before recurrent."""
         row = latent_row_bytes(self.latent, self.position, self.row_itemsize)
@@ -111,12 +116,13 @@ class CacheShape:
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """A cache that fits together: static configuration, sharding map and step sizes."""
+    """A cache that fits together: static configuration, sharding map, step sizes, forms of the pools."""
 
     config: CacheConfig
     mesh: MeshSpec
     sharding: ShardingMap
     buckets: tuple[int, ...]
+    forms: PoolForms = PLAIN
 
     def report(self) -> str:
         """Geometry, sharding map and pool sizes as text."""
@@ -131,10 +137,12 @@ class CachePlan:
         return "\n".join([geometry.table(), "", self.sharding.table(), "", *pools, steps, total])
 
 
-def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> CachePlan:
-    """Derive groups, pools and the sharding map; refuses what cannot work, naming the field."""
-    if mesh.data > 1:
-        raise UserError("mesh.data", mesh.data, "one engine serves one replica: use data=1 and an engine per replica")
+def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec, kernels: str | None = None) -> CachePlan:
+    """Derive groups, pools and the sharding map; refuses what cannot work, naming the field.
+
+    kernels: "tpu" or "gpu" for pools in the form that those kernels take; see `forms`. Sizes are of one replica; the
+    pools of the replicas on a mesh lie one behind the other on the axis of blocks and slots.
+    """
     geometry = _geometry(shape, options, mesh.dcp)
     context = options.max_context or min(shape.max_context, _DEFAULT_CONTEXT)
     if context > shape.max_context:
@@ -168,7 +176,11 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec) -> Cach
     )
     chosen = options.token_buckets or (max(budget // 4, 1), budget)
     buckets = tuple(sorted({bucket for bucket in chosen if bucket < budget} | {budget}))
-    return CachePlan(config, mesh, _sharding(shape, config, mesh), buckets)
+    forms = forms_for(
+        kernels, latent=shape.latent, position=shape.position, channels=shape.channels, tensor=mesh.tensor,
+        rows_per_rank=geometry.groups[geometry.attention[0]].block // mesh.dcp if geometry.attention else 0,
+    )  # fmt: skip
+    return CachePlan(config, mesh, _sharding(shape, config, mesh, forms), buckets, forms)
 
 
 def _ladder(options: CacheOptions) -> tuple[int, ...]:
@@ -191,44 +203,65 @@ def _geometry(shape: CacheShape, options: CacheOptions, dcp: int) -> SystemGeome
     return resolve(specs, dcp=dcp, interleave=options.interleave, hash_unit=options.hash_unit)
 
 
-def _sharding(shape: CacheShape, config: CacheConfig, mesh: MeshSpec) -> ShardingMap:
+def _sharding(shape: CacheShape, config: CacheConfig, mesh: MeshSpec, forms: PoolForms) -> ShardingMap:
     """The pools as device arrays. A model without layers of a kind keeps a null pool of one block."""
-    geometry, arrays = config.geometry, []
+    geometry = config.geometry
     mla = geometry.attention[0] if geometry.attention else None
     kda = geometry.recurrent[0] if geometry.recurrent else None
+    if kda is not None and shape.heads % mesh.tensor:
+        raise UserError("mesh", str(mesh), f"model x dcp must divide the {shape.heads} heads")
     blocks = config.pool_blocks[config.group_pool[mla]] if mla is not None else 1
     rows = geometry.groups[mla].block if mla is not None else mesh.dcp
     slots = config.pool_blocks[config.group_pool[kda]] if kda is not None else 1
-    arrays.append(
-        ArraySharding(
-            name="mla",
-            shape=(len(shape.mla_layers), blocks, rows, shape.latent + shape.position),
-            axes=("layer", "block", "row", "latent+position"),
-            spec=P(None, None, "dcp", None),
-            itemsize=shape.row_itemsize,
-            rule=ownership_rule(geometry, mla) if mla is not None else "",
-        )
+    states = (len(shape.recurrent_layers), mesh.data * slots)
+    return ShardingMap(
+        mesh,
+        (
+            _latent_pool(
+                shape, mesh.data * blocks, rows, forms, ownership_rule(geometry, mla) if mla is not None else ""
+            ),
+            ArraySharding(
+                name="kda",
+                shape=(*states, shape.heads, shape.key, shape.value),
+                axes=("layer", "slot", "head", "key", "value"),
+                spec=P(None, "data", TENSOR, None, None),
+                itemsize=shape.state_itemsize,
+                rule=ownership_rule(geometry, kda) if kda is not None else "",
+            ),
+            _history_pool(shape, states, forms),
+        ),
     )
-    arrays.append(
-        ArraySharding(
-            name="kda",
-            shape=(len(shape.recurrent_layers), slots, shape.heads, shape.key, shape.value),
-            axes=("layer", "slot", "head", "key", "value"),
-            spec=P(None, None, TENSOR, None, None),
-            itemsize=shape.state_itemsize,
-            rule=ownership_rule(geometry, kda) if kda is not None else "",
-        )
+
+
+def _latent_pool(shape: CacheShape, blocks: int, rows: int, forms: PoolForms, rule: str) -> ArraySharding:
+    """rows: of a block on all ranks. Pages of the ranks lie one behind the other on the axis that is split."""
+    width = shape.latent + shape.position
+    page, axes = ((rows, width), ("row", "latent+position"))
+    if forms.planes:
+        page, axes = (rows * width // LANES, LANES), ("plane row", "lane")
+    return ArraySharding(
+        name="mla",
+        shape=(len(shape.mla_layers), blocks, *page),
+        axes=("layer", "block", *axes),
+        spec=P(None, "data", "dcp", None),
+        itemsize=shape.row_itemsize,
+        rule=rule,
     )
-    arrays.append(
-        ArraySharding(
-            name="conv",
-            shape=(len(shape.recurrent_layers), slots, shape.taps - 1, shape.heads * (2 * shape.key + shape.value)),
-            axes=("layer", "slot", "tap", "head*qkv"),
-            spec=P(None, None, None, TENSOR),
-            itemsize=shape.conv_itemsize,
-            rule="last inputs before the convolution",
-        )
+
+
+def _history_pool(shape: CacheShape, states: tuple[int, int], forms: PoolForms) -> ArraySharding:
+    """Channels are ordered by head, so a part of them belongs to the heads of one device."""
+    channels: tuple[int, ...] = (shape.channels,)
+    axes: tuple[str, ...] = ("head*qkv",)
+    spec = P(None, "data", None, TENSOR)
+    if forms.columns:
+        channels, axes = (shape.channels // LANES, LANES), ("head*qkv / 128", "lane")
+        spec = P(None, "data", None, TENSOR, None)
+    return ArraySharding(
+        name="conv",
+        shape=(*states, shape.taps - 1, *channels),
+        axes=("layer", "slot", "tap", *axes),
+        spec=spec,
+        itemsize=shape.conv_itemsize,
+        rule="last inputs before the convolution",
     )
-    if math.prod(arrays[1].shape) and shape.heads % mesh.tensor:
-        raise UserError("mesh", str(mesh), f"model x dcp must divide the {shape.heads} heads")
-    return ShardingMap(mesh, tuple(arrays))

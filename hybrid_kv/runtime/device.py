@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from hybrid_kv.models.axes import DATA, TENSOR
 from hybrid_kv.models.batch import Caches
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.kimi_linear import KimiLinear
@@ -57,7 +59,8 @@ def unpack(flat: jax.Array, packing: Packing) -> StepInputs:
 class StepLayout:
     """What a compiled step depends on besides the shapes of its arguments; hashable.
 
-    param_specs: (name, split) of every parameter. cache_specs: in the order of `Caches`.
+    param_specs: (name, split) of every parameter. cache_specs: in the order of `Caches`. kernels: named, as of
+    `KimiLinear`.
     """
 
     model: KimiLinearConfig
@@ -65,39 +68,59 @@ class StepLayout:
     param_specs: tuple[tuple[str, P], ...]
     cache_specs: tuple[P, ...]
     interleave: int
+    kernels: str | None = None
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_logits: bool) -> Any:
     """The jitted step (params, caches, flat) -> (tokens, logits, margins, caches); caches are donated.
 
-    Engines of one model on one mesh share it.
+    Engines of one model on one mesh share it. Replicas (mesh axis "data") step together, each on its own part of the
+    vector, of the pools and of the results, which lie one behind the other.
     """
     rows = packing.shapes[-1][0]
     cache_specs: Any = Caches(*cast(Any, layout.cache_specs))
 
     def local(params, caches: Caches, flat):
         inputs = unpack(flat[:-rows], packing)
-        caches = caches._replace(mla=copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1]))
-        model = KimiLinear(layout.model, params)
-        return model.with_margins(inputs.batch, caches, decode_only=decode_only, interleave=layout.interleave)
-
-    def step(params, caches, flat):
-        spread = jax.shard_map(
-            local,
-            mesh=layout.mesh,
-            in_specs=(dict(layout.param_specs), cache_specs, P()),
-            out_specs=(P(), P(), cache_specs),
-            check_vma=False,
+        moving = layout.kernels if layout.kernels == "tpu" else None
+        pool = copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1], implementation=moving)
+        caches = caches._replace(mla=pool)
+        model = KimiLinear(layout.model, params, layout.kernels)
+        logits, margins, caches = model.with_margins(
+            inputs.batch, caches, decode_only=decode_only, interleave=layout.interleave
         )
-        logits, margins, caches = spread(params, caches, flat)
         wanted = logits[flat[-rows:]] if all_logits else logits
-        tokens = sample(wanted, unpack(flat[:-rows], packing).sampling)
-        return tokens, logits, margins, caches
+        return sample(wanted, inputs.sampling), logits, margins, caches
 
-    replicated = NamedSharding(layout.mesh, P())
-    pools = Caches(*(cast(Any, NamedSharding(layout.mesh, spec)) for spec in layout.cache_specs))
-    return jax.jit(step, donate_argnums=1, out_shardings=(replicated, replicated, replicated, pools))
+    step = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(dict(layout.param_specs), cache_specs, P(DATA)),
+        out_specs=(P(DATA), P(DATA, TENSOR), P(DATA), cache_specs),
+        check_vma=False,
+    )
+
+    def on(spec: P) -> NamedSharding:
+        return NamedSharding(layout.mesh, spec)
+
+    pools = pool_formats(layout)
+    weights = {name: on(spec) for name, spec in layout.param_specs}
+    return jax.jit(
+        step,
+        donate_argnums=1,
+        in_shardings=(weights, pools, on(P(DATA))),
+        out_shardings=(on(P(DATA)), on(P(DATA, TENSOR)), on(P(DATA)), pools),
+    )
+
+
+def pool_formats(layout: StepLayout) -> Caches:
+    """Sharding and memory order of the pools. Row-major by name, or the compiler would choose another order for some
+    shapes, and copy the whole pool before and after every kernel that takes it."""
+    formats: Any = (
+        Format(Layout(tuple(range(len(spec)))), NamedSharding(layout.mesh, spec)) for spec in layout.cache_specs
+    )
+    return Caches(*formats)
 
 
 class DeviceStep:
@@ -125,14 +148,11 @@ class DeviceStep:
         )
         self.caches = Caches(
             *(
-                jax.jit(
-                    functools.partial(jnp.zeros, sharding[name].shape, dtypes[name]),
-                    out_shardings=sharding[name].sharding(mesh),
-                )()
-                for name in Caches._fields
+                jax.jit(functools.partial(jnp.zeros, sharding[name].shape, dtypes[name]), out_shardings=form)()
+                for name, form in zip(Caches._fields, pool_formats(self.layout), strict=True)
             )
         )
-        self._replicated = NamedSharding(mesh, P())
+        self._spread = NamedSharding(mesh, P(DATA))
 
     def run(
         self, inputs: StepInputs, last: np.ndarray, *, decode_only: bool, all_logits: bool
@@ -144,6 +164,6 @@ class DeviceStep:
         """
         flat, packing = pack(inputs)
         step = compiled_step(self.layout, packing, decode_only, all_logits)
-        flat = jax.device_put(np.concatenate([flat, last.astype(np.int32)]), self._replicated)
+        flat = jax.device_put(np.concatenate([flat, last.astype(np.int32)]), self._spread)
         tokens, logits, margins, self.caches = step(self.params, self.caches, flat)
         return tokens, logits, margins

@@ -28,6 +28,7 @@ from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.parameters import check_mesh
 from hybrid_kv.plan import StepPlan
 from hybrid_kv.planning import CacheOptions, CachePlan, plan_cache
+from hybrid_kv.planning.forms import KERNELS
 from hybrid_kv.runtime import metadata
 from hybrid_kv.runtime.compilations import compilations
 from hybrid_kv.runtime.controller import Controller
@@ -114,7 +115,12 @@ class Engine:
             raise UserError("dtype", dtype, "use float32 or bfloat16")
         hashing.seed(secret=secret)  # refuses what cannot be one, before weights are loaded
         check_mesh(model, {axis: getattr(sizes, axis) for axis in AXES})
-        plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes)
+        if sizes.data > 1:
+            raise UserError(
+                "mesh.data", sizes.data, "one engine serves one replica: use data=1 and an engine per replica"
+            )
+        kernels = jax.default_backend() if jax.default_backend() in KERNELS else None
+        plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes, kernels)
         built = mesh if isinstance(mesh, Mesh) else sizes.build()
         return cls(model, load(folder, model, built, jnp.dtype(dtype)), plan, built, dtype, secret)
 

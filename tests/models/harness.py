@@ -32,7 +32,11 @@ def compiled_step(config: KimiLinearConfig, mesh: Mesh, interleave: int, decode_
 
     @partial(jax.jit, donate_argnums=2)
     @partial(
-        jax.shard_map, mesh=mesh, in_specs=(specs, P(), CACHE_SPECS), out_specs=(P(), CACHE_SPECS), check_vma=False
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, P(), CACHE_SPECS),
+        out_specs=(P(None, TENSOR), CACHE_SPECS),
+        check_vma=False,
     )
     def step(params, batch, caches):
         return KimiLinear(config, params)(batch, caches, decode_only=decode_only, interleave=interleave)

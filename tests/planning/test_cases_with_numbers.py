@@ -205,7 +205,6 @@ REFUSED = {
     "step sizes": ({"token_buckets": (64, 0)}, "1x1", "token_buckets: got 0; use at least 1 token"),
     "no slots": ({"max_requests": 0}, "1x1", "max_requests: got 0; use at least 1"),
     "no blocks": ({"attention_blocks": 0}, "1x1", "attention_blocks: got 0; use at least 1"),
-    "replicas": ({}, "data=2", "mesh.data: got 2; one engine serves one replica: use data=1 and an engine per replica"),
     "context": ({"max_context": 5000}, "1x1", "max_context: got 5000; the model reaches 4096 tokens"),
     "heads": ({}, "model=3", "mesh: got 'model=3'; model x dcp must divide the 8 heads"),
     "ladder": ({"ladder": (100,)}, "1x1", "placement.ladder: got 100; hits end at multiples of 64 tokens: use such"),
