@@ -3,11 +3,11 @@
 import jax
 from jax.sharding import PartitionSpec
 
-MODEL, DCP = "model", "dcp"
+DATA, MODEL, DCP = "data", "model", "dcp"
 # Heads, widths, experts and vocabulary are split over both axes together, `model` outermost.
 TENSOR = (MODEL, DCP)
 
-__all__ = ["DCP", "MODEL", "TENSOR", "PartitionSpec", "tensor_rank", "tensor_sum"]
+__all__ = ["DATA", "DCP", "MODEL", "TENSOR", "PartitionSpec", "tensor_rank", "tensor_sum"]
 
 
 def tensor_rank() -> jax.Array:
