@@ -1,7 +1,7 @@
-"""Reading a Kimi Linear checkpoint straight into shards on a mesh, and writing random ones for tests.
+"""Reading a checkpoint of the Kimi family straight into shards on a mesh, and writing random ones for tests.
 
-Safetensors, one file or several with an index. Names are checked strictly; every device reads only
-its own part of each tensor.
+Safetensors, one file or several with an index. Names are checked strictly, save that the vision parts around a
+text model are passed over; every device reads only its own part of each tensor.
 """
 
 import json
@@ -22,8 +22,10 @@ from safetensors.numpy import save_file
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.parameters import Parameter, check_mesh, inventory
-from hybrid_kv.models.sources import HeadVector, Shape, Source, Stack
+from hybrid_kv.models.sources import PACKED, SCALE, HeadVector, Shape, Source, Stack
+from hybrid_kv.models.wrapper import SKIPPED_PREFIXES
 from hybrid_kv.typing import Array
+from pallas_kernels.experts.mxfp4 import pack
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -86,7 +88,8 @@ class _Files:
                 names = handle.keys()
             except (SafetensorError, OSError) as error:
                 raise UserError("checkpoint", str(file), f"the file is unreadable or truncated ({error})") from error
-            self._where |= {_canonical(name, config): (handle, name) for name in names}
+            skipped = SKIPPED_PREFIXES if config.tensor_prefix else ()
+            self._where |= {_canonical(name, config): (handle, name) for name in names if not name.startswith(skipped)}
 
     def names(self) -> set[str]:
         return set(self._where)
@@ -136,14 +139,14 @@ def _read_json(file: Path, fix: str) -> dict:
 def _canonical(name: str, config: KimiLinearConfig) -> str:
     """Published name of a tensor: transformers saves dense layers under `block_sparse_moe.` too."""
     for layer in config.dense_layers:
-        prefix = f"model.layers.{layer}.block_sparse_moe."
-        if name.startswith(prefix):
-            return f"model.layers.{layer}.mlp." + name.removeprefix(prefix)
+        prefix = f"{config.tensor_prefix}model.layers.{layer}."
+        if name.startswith(prefix + "block_sparse_moe."):
+            return f"{prefix}mlp." + name.removeprefix(prefix + "block_sparse_moe.")
     return name
 
 
 def _check_names(table: Mapping, files: _Files) -> None:
-    """All and only the tensors of the inventory, each of its shape and of floating point."""
+    """All and only the tensors of the inventory, each of its shape, packed ones bytes and others floating point."""
     wanted = {name: shape for entry in table.values() for name, shape in entry.source.tensors().items()}
     missing, extra = sorted(wanted.keys() - files.names()), sorted(files.names() - wanted.keys())
     if missing or extra:
@@ -156,8 +159,12 @@ def _check_names(table: Mapping, files: _Files) -> None:
         got = files.shape(name)
         if got != shape and not (name in padded and padded[name].accepts(got)):
             raise UserError(name, list(got), f"the configuration asks for shape {list(shape)}")
-        if files.dtype(name) not in _FLOATING:
-            raise UserError(name, files.dtype(name), f"weights must be floating point, one of {', '.join(_FLOATING)}")
+        dtype = files.dtype(name)
+        if name.endswith((PACKED, SCALE)):
+            if dtype != "U8":
+                raise UserError(name, dtype, "codes and scales of packed weights must be bytes, U8")
+        elif dtype not in _FLOATING:
+            raise UserError(name, dtype, f"weights must be floating point, one of {', '.join(_FLOATING)}")
 
 
 def _vectors(source: Source) -> list[HeadVector]:
@@ -167,7 +174,9 @@ def _vectors(source: Source) -> list[HeadVector]:
 
 
 def random_checkpoint(path: str | Path, config: Mapping, seed: int, shards: int = 1) -> KimiLinearConfig:
-    """Write a checkpoint of random fp32 weights in the published layout; for tests and trials.
+    """Write a checkpoint of random weights in the published layout; for tests and trials.
+
+    Weights are fp32, and codes and scales where the configuration says that experts are packed.
 
     Args:
       path: directory, made if absent.
@@ -180,7 +189,13 @@ def random_checkpoint(path: str | Path, config: Mapping, seed: int, shards: int 
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     rng = np.random.default_rng(seed)
     shapes = {n: s for entry in inventory(parsed).values() for n, s in entry.source.tensors().items()}
-    tensors = {name: _random_tensor(rng, name, shape) for name, shape in sorted(shapes.items())}
+    tensors: dict[str, np.ndarray] = {}
+    for name, shape in sorted(shapes.items()):
+        if name.endswith(PACKED):
+            codes = _random_tensor(rng, name, (*shape[:-1], 2 * shape[-1]), parsed)
+            tensors[name], tensors[name.removesuffix(PACKED) + SCALE] = pack(codes)
+        elif not name.endswith(SCALE):
+            tensors[name] = _random_tensor(rng, name, shape, parsed)
     if shards == 1:
         save_file(tensors, path / _SINGLE)
         return parsed
@@ -191,11 +206,13 @@ def random_checkpoint(path: str | Path, config: Mapping, seed: int, shards: int 
     return parsed
 
 
-def _random_tensor(rng: np.random.Generator, name: str, shape: Shape) -> np.ndarray:
+def _random_tensor(rng: np.random.Generator, name: str, shape: Shape, config: KimiLinearConfig) -> np.ndarray:
     """Values of a size that keeps activations and gates lively."""
     x = rng.normal(size=shape).astype(np.float32)
     if name.endswith("A_log"):
-        return np.log(rng.uniform(0.5, 4.0, size=(1, 1, *shape, 1))).astype(np.float32)
+        values = np.log(rng.uniform(0.5, 4.0, size=shape)).astype(np.float32)
+        # Published as [1, 1, H, 1], and under a wrapper with a third as many zeros behind.
+        return np.pad(values, (0, -(-shape[0] // 3))) if config.tensor_prefix else values.reshape(1, 1, -1, 1)
     if "norm" in name:
         return 1 + 0.1 * x
     if name.endswith(("dt_bias", "e_score_correction_bias")):

@@ -1,46 +1,57 @@
-"""Configuration of Kimi Linear, read from a Hugging Face config.json and checked field by field."""
+"""Configuration of the Kimi family (Kimi Linear and the text model of Kimi K3), read and checked field by field."""
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hybrid_kv.errors import UserError
+from hybrid_kv.models.axes import DATA, TENSOR
+from hybrid_kv.models.fields import boolean, given, integer, integers, number, refusal
+from hybrid_kv.models.quantization import packed_experts
+from hybrid_kv.models.wrapper import Text, inside_text, text_of
 
 # Values that the forward pass does not honour if they are anything else. A field that is absent
 # passes: both the published and the transformers-saved configuration leave some of these out.
 _ONLY = {
     "model_type": ("kimi_linear",),
-    "hidden_act": ("silu",),
+    "hidden_act": ("silu", "situ"),
     "moe_router_activation_func": ("sigmoid",),
+    "topk_method": (None, "noaux_tc"),
     "mla_use_nope": (True,),
     "rope_scaling": (None,),
     "attention_bias": (False,),
-    "q_lora_rank": (None, 0),
     "tie_word_embeddings": (False,),
     "num_nextn_predict_layers": (None, 0),
-    "quantization_config": (None,),
-    "use_full_rank_gate": (None, False),
-    "mla_use_output_gate": (None, False),
-    "routed_expert_hidden_size": (None,),
-    "attn_res_block_size": (None, 0),
 }
 
 _LINEAR = "linear_attn_config."
-_MAX = 3.4e38  # what fp32 holds
+_GROUP = 32  # columns of a packed weight that share a scale
 
 
 @dataclass(frozen=True)
 class KimiLinearConfig:
-    """Shapes and constants of a Kimi Linear model. Widths are values per token or per head.
+    """Shapes and constants of a Kimi Linear or Kimi K3 text model. Widths are values per token or per head.
+
+    Fields with a default are where the two differ, and the default is Kimi Linear's.
 
     Attributes:
       layer_kinds: "kda" or "mla" for each layer, from the two lists of the configuration.
       ffn_kinds: "dense" or "moe" for each layer.
-      gate_lower_bound: None for the softplus gate, else the bound of the sigmoid gate.
-      mla_lora_norm_eps: eps of the norm of the latent, not that of the other norms.
+      gate_lower_bound: None for the softplus gate of KDA, else the bound of the sigmoid gate.
+      full_rank_gate: the output gate of KDA is one matrix, not two through a bottleneck.
+      query_rank: width of the normed bottleneck of MLA queries; 0 for one matrix.
+      mla_output_gate: outputs of MLA are gated by a sigmoid of the layer's input.
+      situ_beta, situ_linear_beta: bounds of the SiTU activation; None is SiLU, and no bound of the linear factor.
+      routed_width: width routed experts work in, between a projection down and one up; 0 for the hidden size.
+      latent_norm: norm of their sum before the projection up.
+      residual_block: layers of a block of the attention residual; 0 for the plain residual stream.
+      packed_experts: routed experts are stored in MXFP4.
+      mla_lora_norm_eps: eps of the norms of latents and of bottlenecks of queries, not that of the other norms.
       biased_expert_weights: take expert weights from the biased scores; off everywhere it matters.
       context_length: most tokens of a sequence the model was made for.
+      media_tokens: (field, token id) of tokens that stand for media, which a text model refuses.
+      tensor_prefix: what checkpoint names begin with.
+      expert_axes: mesh axes that split the routed experts: the tensor group, or the data axis before it. A choice of
+        whoever runs the model, not of its configuration.
     """
 
     vocab_size: int
@@ -70,6 +81,18 @@ class KimiLinearConfig:
     biased_expert_weights: bool = False
     context_length: int = 1_048_576
     eos_token_ids: tuple[int, ...] = ()
+    full_rank_gate: bool = False
+    query_rank: int = 0
+    mla_output_gate: bool = False
+    situ_beta: float | None = None
+    situ_linear_beta: float | None = None
+    routed_width: int = 0
+    latent_norm: bool = False
+    residual_block: int = 0
+    packed_experts: bool = False
+    media_tokens: tuple[tuple[str, int], ...] = ()
+    tensor_prefix: str = ""
+    expert_axes: tuple[str, ...] = TENSOR
 
     def __post_init__(self) -> None:
         if len(self.layer_kinds) != len(self.ffn_kinds) or not self.layer_kinds:
@@ -90,6 +113,20 @@ class KimiLinearConfig:
             raise UserError("num_experts_per_token", self.experts_per_token, f"at most {reachable} experts remain")
         if self.gate_lower_bound is not None and not -5.0 <= self.gate_lower_bound < 0.0:
             raise UserError("gate_lower_bound", self.gate_lower_bound, "must be in [-5, 0) or null")
+        for name, beta in (
+            ("activation_situ_beta", self.situ_beta), ("activation_situ_linear_beta", self.situ_linear_beta),
+        ):  # fmt: skip
+            if beta is not None and not beta > 0:
+                raise UserError(name, beta, "must be more than 0")
+        if self.packed_experts:
+            for name, width in (
+                ("routed_expert_hidden_size" if self.routed_width else "hidden_size", self.expert_input_width),
+                ("moe_intermediate_size", self.expert_width),
+            ):  # fmt: skip
+                if width % _GROUP:
+                    raise UserError(name, width, f"packed experts need a multiple of {_GROUP}")
+        if self.expert_axes not in (TENSOR, (DATA, *TENSOR)):
+            raise UserError("expert_axes", self.expert_axes, f"use {TENSOR} or {(DATA, *TENSOR)}")
 
     @property
     def layers(self) -> int:
@@ -127,106 +164,103 @@ class KimiLinearConfig:
     def softmax_scale(self) -> float:
         return (self.nope_width + self.rope_width) ** -0.5
 
+    @property
+    def expert_input_width(self) -> int:
+        """Width that routed experts read and write."""
+        return self.routed_width or self.hidden_size
+
+    @property
+    def residual_blocks(self) -> int:
+        """Finished blocks that the last layer leaves in the bank of the attention residual."""
+        return -(-self.layers // self.residual_block) if self.residual_block else 0
+
     @classmethod
     def from_dict(cls, raw: Mapping) -> "KimiLinearConfig":
-        """Read a config.json dictionary, published or saved by transformers.
+        """Read a config.json dictionary, published or saved by transformers, with or without a multimodal wrapper.
 
         Raises:
           UserError: a field is missing, or has a value the model code would not honour.
         """
+        text = text_of(raw)
+        if text.fields is raw:
+            return cls._from_text(text)
+        try:
+            return cls._from_text(text)
+        except UserError as error:
+            raise inside_text(error) from None
+
+    @classmethod
+    def _from_text(cls, text: Text) -> "KimiLinearConfig":
+        raw = text.fields
         for name, allowed in _ONLY.items():
             if name in raw and raw[name] not in allowed:
-                raise _refusal(name, raw[name], f"this model code runs only {' or '.join(map(repr, allowed))}")
-        linear = _given(raw, "linear_attn_config")
+                raise refusal(name, raw[name], f"this model code runs only {' or '.join(map(repr, allowed))}")
+        linear = given(raw, "linear_attn_config")
         if not isinstance(linear, Mapping):
-            raise _refusal("linear_attn_config", linear, "must be an object with kda_layers and full_attn_layers")
-        count = _int(raw, "num_hidden_layers")
-        heads = _int(raw, "num_attention_heads")
-        groups = _int(raw, "num_key_value_heads", default=heads)
+            raise refusal("linear_attn_config", linear, "must be an object with kda_layers and full_attn_layers")
+        count = integer(raw, "num_hidden_layers")
+        heads = integer(raw, "num_attention_heads")
+        groups = integer(raw, "num_key_value_heads", default=heads)
         if groups != heads:
             raise UserError("num_key_value_heads", groups, f"must equal num_attention_heads {heads}")
         return cls(
-            vocab_size=_int(raw, "vocab_size"),
-            hidden_size=_int(raw, "hidden_size"),
-            dense_width=_int(raw, "intermediate_size"),
+            vocab_size=integer(raw, "vocab_size"),
+            hidden_size=integer(raw, "hidden_size"),
+            dense_width=integer(raw, "intermediate_size"),
             layer_kinds=_layer_kinds(raw, linear, count),
             ffn_kinds=_ffn_kinds(raw, count),
-            kda_heads=_int(linear, "num_heads", prefix=_LINEAR),
-            kda_head_dim=_int(linear, "head_dim", prefix=_LINEAR),
-            conv_width=_int(linear, "short_conv_kernel_size", low=2, prefix=_LINEAR),
+            kda_heads=integer(linear, "num_heads", prefix=_LINEAR),
+            kda_head_dim=integer(linear, "head_dim", prefix=_LINEAR),
+            conv_width=integer(linear, "short_conv_kernel_size", low=2, prefix=_LINEAR),
             mla_heads=heads,
-            latent_width=_int(raw, "kv_lora_rank"),
-            nope_width=_int(raw, "qk_nope_head_dim"),
-            rope_width=_int(raw, "qk_rope_head_dim"),
-            value_width=_int(raw, "v_head_dim"),
-            experts=_int(raw, "num_experts"),
-            experts_per_token=_int(raw, "num_experts_per_token"),
-            shared_experts=_int(raw, "num_shared_experts", default=1),
-            expert_width=_int(raw, "moe_intermediate_size"),
+            latent_width=integer(raw, "kv_lora_rank"),
+            nope_width=integer(raw, "qk_nope_head_dim"),
+            rope_width=integer(raw, "qk_rope_head_dim"),
+            value_width=integer(raw, "v_head_dim"),
+            experts=integer(raw, "num_experts"),
+            experts_per_token=integer(raw, "num_experts_per_token"),
+            shared_experts=integer(raw, "num_shared_experts", default=1),
+            expert_width=integer(raw, "moe_intermediate_size"),
             # 0 turns grouping off, as null does.
-            expert_groups=_int(raw, "num_expert_group", low=0, default=1) or 1,
-            expert_groups_kept=_int(raw, "topk_group", low=0, default=1) or 1,
-            renormalize=_bool(raw, "moe_renormalize", default=True),
-            routed_scaling_factor=_float(raw, "routed_scaling_factor", default=1.0),
-            rms_norm_eps=_float(raw, "rms_norm_eps", low=0.0, default=1e-5),
-            mla_lora_norm_eps=_float(raw, "mla_lora_norm_eps", low=0.0, default=1e-6),
+            expert_groups=integer(raw, "num_expert_group", low=0, default=1) or 1,
+            expert_groups_kept=integer(raw, "topk_group", low=0, default=1) or 1,
+            renormalize=boolean(raw, "moe_renormalize", default=True),
+            routed_scaling_factor=number(raw, "routed_scaling_factor", default=1.0),
+            rms_norm_eps=number(raw, "rms_norm_eps", low=0.0, default=1e-5),
+            mla_lora_norm_eps=number(raw, "mla_lora_norm_eps", low=0.0, default=1e-6),
             gate_lower_bound=_gate_lower_bound(raw, linear),
-            context_length=_int(raw, "model_max_length", default=1_048_576),
+            context_length=integer(raw, "model_max_length", default=1_048_576),
             eos_token_ids=_eos_token_ids(raw),
+            full_rank_gate=_full_rank_gate(raw, linear),
+            query_rank=integer(raw, "q_lora_rank", low=0, default=0),
+            mla_output_gate=boolean(raw, "mla_use_output_gate", default=False),
+            routed_width=integer(raw, "routed_expert_hidden_size", low=0, default=0),
+            latent_norm=boolean(raw, "latent_moe_use_norm", default=False),
+            residual_block=integer(raw, "attn_res_block_size", low=0, default=0),
+            packed_experts=packed_experts(raw),
+            media_tokens=text.media_tokens,
+            tensor_prefix=text.tensor_prefix,
+            situ_beta=number(raw, "activation_situ_beta") if raw.get("hidden_act") == "situ" else None,
+            situ_linear_beta=_linear_beta(raw),
         )
-
-
-def _refusal(name: str, value: Any, fix: str) -> UserError:
-    """Lists and objects are shown shortened: a file may hold long or deep ones."""
-    return UserError(name, reprlib.repr(value) if isinstance(value, list | dict) else value, fix)
-
-
-def _given(raw: Mapping, name: str, default: Any = None, prefix: str = "") -> Any:
-    """The field, or the default where it is absent or null; a field without a default must be there."""
-    value = raw.get(name)
-    if value is None and default is None:
-        raise UserError(prefix + name, None, "the model configuration must give this field")
-    return default if value is None else value
-
-
-def _is_int(value: Any, low: int) -> bool:
-    """JSON true and 1.0 are not integers here; 2**31 and above would not fit the arrays."""
-    return type(value) is int and low <= value < 2**31
-
-
-def _int(raw: Mapping, name: str, low: int = 1, default: int | None = None, prefix: str = "") -> int:
-    value = _given(raw, name, default, prefix)
-    if not _is_int(value, low):
-        raise _refusal(prefix + name, value, f"must be an integer, at least {low} and below 2**31")
-    return value
-
-
-def _float(raw: Mapping, name: str, low: float = -_MAX, default: float | None = None, prefix: str = "") -> float:
-    value = _given(raw, name, default, prefix)
-    # The comparison is false for NaN, and exact for integers that no float can hold.
-    if type(value) not in (int, float) or not low <= value <= _MAX:
-        raise _refusal(prefix + name, value, "must be a finite number" + (f", at least {low}" if low > -_MAX else ""))
-    return float(value)
-
-
-def _bool(raw: Mapping, name: str, default: bool) -> bool:
-    value = _given(raw, name, default)
-    if not isinstance(value, bool):
-        raise _refusal(name, value, "must be true or false")
-    return value
-
-
-def _ints(raw: Mapping, name: str, low: int, prefix: str = "") -> list[int]:
-    value = _given(raw, name, prefix=prefix)
-    if not isinstance(value, list) or not all(_is_int(entry, low) for entry in value):
-        raise _refusal(prefix + name, value, f"must be a list of integers, each at least {low} and below 2**31")
-    return value
 
 
 def _gate_lower_bound(raw: Mapping, linear: Mapping) -> float | None:
     """None for the softplus gate; the field of the linear attention goes before that of the model."""
     where, prefix = (linear, _LINEAR) if "gate_lower_bound" in linear else (raw, "")
-    return None if where.get("gate_lower_bound") is None else _float(where, "gate_lower_bound", prefix=prefix)
+    return None if where.get("gate_lower_bound") is None else number(where, "gate_lower_bound", prefix=prefix)
+
+
+def _full_rank_gate(raw: Mapping, linear: Mapping) -> bool:
+    """As for the bound of the gate."""
+    where, prefix = (linear, _LINEAR) if "use_full_rank_gate" in linear else (raw, "")
+    return boolean(where, "use_full_rank_gate", default=False, prefix=prefix)
+
+
+def _linear_beta(raw: Mapping) -> float | None:
+    """None for SiLU, and where the linear factor of SiTU has no bound."""
+    name = "activation_situ_linear_beta"
+    return None if raw.get("hidden_act") != "situ" or raw.get(name) is None else number(raw, name)
 
 
 def _eos_token_ids(raw: Mapping) -> tuple[int, ...]:
@@ -234,17 +268,17 @@ def _eos_token_ids(raw: Mapping) -> tuple[int, ...]:
     if raw.get("eos_token_id") is None:
         return ()
     if isinstance(raw["eos_token_id"], list):
-        return tuple(_ints(raw, "eos_token_id", low=0))
-    return (_int(raw, "eos_token_id", low=0),)
+        return tuple(integers(raw, "eos_token_id", low=0))
+    return (integer(raw, "eos_token_id", low=0),)
 
 
 def _layer_kinds(raw: Mapping, linear: Mapping, count: int) -> tuple[str, ...]:
     """Kinds from the two one-based lists, which must partition the layers."""
-    kda = _ints(linear, "kda_layers", low=0, prefix=_LINEAR)
-    mla = _ints(linear, "full_attn_layers", low=0, prefix=_LINEAR)
+    kda = integers(linear, "kda_layers", low=0, prefix=_LINEAR)
+    mla = integers(linear, "full_attn_layers", low=0, prefix=_LINEAR)
     # The lengths go first: the range of an absurd count would not fit the memory.
     if len(kda) + len(mla) != count or sorted([*kda, *mla]) != list(range(1, count + 1)):
-        raise _refusal(
+        raise refusal(
             "linear_attn_config", {"kda_layers": kda, "full_attn_layers": mla},
             f"the two one-based lists must name each of the layers 1..{count} exactly once",
         )  # fmt: skip
@@ -255,8 +289,8 @@ def _layer_kinds(raw: Mapping, linear: Mapping, count: int) -> tuple[str, ...]:
 
 def _ffn_kinds(raw: Mapping, count: int) -> tuple[str, ...]:
     """Dense for the first layers and off the MoE frequency, as stated; a per-layer list must agree."""
-    first = _int(raw, "first_k_dense_replace", low=0, default=0)
-    every = _int(raw, "moe_layer_freq", default=1)
+    first = integer(raw, "first_k_dense_replace", low=0, default=0)
+    every = integer(raw, "moe_layer_freq", default=1)
     kinds = tuple("moe" if i >= first and i % every == 0 else "dense" for i in range(count))
     _check_stated(raw, "mlp_layer_types", {"dense": "dense", "sparse": "moe"}, kinds, "first_k_dense_replace")
     return kinds
@@ -266,7 +300,7 @@ def _check_stated(raw: Mapping, field: str, named: Mapping, kinds: tuple[str, ..
     """The optional list of layer names says what the other fields, `source`, say already."""
     stated = [] if raw.get(field) is None else raw[field]
     if not isinstance(stated, list):
-        raise _refusal(field, stated, "must be a list of layer names, or null")
+        raise refusal(field, stated, "must be a list of layer names, or null")
     for i, name in enumerate(stated):
         if i >= len(kinds) or not isinstance(name, str) or named.get(name) != kinds[i]:
-            raise _refusal(field, name, f"entry {i} is unknown or contradicts {source}")
+            raise refusal(field, name, f"entry {i} is unknown or contradicts {source}")

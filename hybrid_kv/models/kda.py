@@ -1,7 +1,7 @@
 """KDA mixer: projections, short convolution, gated delta rule, gated norm, output projection.
 
 Heads are split over the tensor group, so a rank sees its own heads in every weight and in both pools;
-the low-rank inputs of the two gates are replicated.
+bottlenecks of low-rank gates are replicated.
 """
 
 import jax.numpy as jnp
@@ -32,8 +32,11 @@ class KdaMixer(nnx.Module):
         self.conv = nnx.Param(params["conv"])
         self.f_a = nnx.Param(params["f_a"])
         self.f_b = nnx.Param(params["f_b"])
-        self.g_a = nnx.Param(params["g_a"])
-        self.g_b = nnx.Param(params["g_b"])
+        if config.full_rank_gate:
+            self.g = nnx.Param(params["g"])
+        else:
+            self.g_a = nnx.Param(params["g_a"])
+            self.g_b = nnx.Param(params["g_b"])
         self.beta = nnx.Param(params["beta"])
         self.a_log = nnx.Param(params["a_log"])
         self.dt_bias = nnx.Param(params["dt_bias"])
@@ -77,6 +80,12 @@ class KdaMixer(nnx.Module):
                 *token, states, layer, rows, slots.read, slots.write, slots.emit_position, slots.emit_slot,
                 lower_bound=bound, implementation=self.kernels,
             )  # fmt: skip
-        gate = project(project(x, self.g_a[...]), self.g_b[...]).reshape(q.shape)
-        y = gated_rms_norm(o, gate, self.o_norm[...], self.config.rms_norm_eps).astype(x.dtype)
+        y = gated_rms_norm(o, self._output_gate(x).reshape(q.shape), self.o_norm[...], self.config.rms_norm_eps).astype(
+            x.dtype
+        )
         return tensor_sum(project(y.reshape(x.shape[0], -1), self.out[...])), states, conv_states
+
+    def _output_gate(self, x: Float[Array, "T D"]) -> Float[Array, "T HK"]:
+        if self.config.full_rank_gate:
+            return project(x, self.g[...])
+        return project(project(x, self.g_a[...]), self.g_b[...])

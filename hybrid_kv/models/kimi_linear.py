@@ -1,4 +1,4 @@
-"""Kimi Linear: embedding, layers of (mixer, feed-forward), head.
+"""Kimi Linear and the text model of Kimi K3: embedding, layers of (mixer, feed-forward), head.
 
 The forward pass runs inside one `shard_map` over mesh axes ("data", "model", "dcp") with
 `check_vma=False`: modules see local shards and call collectives themselves. The residual stream is
@@ -7,6 +7,8 @@ replicated over the tensor group ("model", "dcp").
     h = embed[token]
     h += mixer(RMSNorm(h))        h += ffn(RMSNorm(h))        for each layer
     logits = lm_head RMSNorm(h)
+
+K3 reads and adds to the stream as `residual` says; its other differences are options of the modules.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +26,7 @@ from hybrid_kv.models.kda import KdaMixer
 from hybrid_kv.models.linear import project
 from hybrid_kv.models.mla import MlaMixer
 from hybrid_kv.models.norms import RmsNorm, rms_norm
+from hybrid_kv.models.residual import Stream, residual
 from hybrid_kv.typing import Array, Float, Int32
 
 
@@ -67,12 +70,13 @@ class KimiLinear(nnx.Module):
         self.ffn_norm = nnx.Param(params["ffn_norm"])
         self.norm = RmsNorm(params["norm"], config.rms_norm_eps)
         self.head = nnx.Param(params["head"])
+        self.residual = residual(config, group("residual"))
         if config.kda_layers:
             self.kda = KdaMixer(config, group("kda"), kernels)
         if config.mla_layers:
             self.mla = MlaMixer(config, group("mla"), kernels)
         if config.dense_layers:
-            self.dense = DenseFfn(group("dense"))
+            self.dense = DenseFfn(config, group("dense"))
         if config.moe_layers:
             self.moe = MoeFfn(config, group("moe"))
 
@@ -98,9 +102,11 @@ class KimiLinear(nnx.Module):
         self, batch: ModelBatch, caches: Caches, *, decode_only: bool, interleave: int = 1
     ) -> tuple[Float[Array, "Q local"], Float[Array, "Q"], Caches]:
         """As a call, with the smallest expert selection margin of each wanted token over all layers."""
-        h, margin, caches = self._layers(self._embed(batch.tokens), batch, caches, decode_only, interleave)
-        wanted = jnp.clip(batch.logits_index, 0, h.shape[0] - 1)
-        logits = project(self.norm(h[wanted]), self.head[...]).astype(jnp.float32)
+        stream = self.residual.start(self._embed(batch.tokens))
+        stream, margin, caches = self._layers(stream, batch, caches, decode_only, interleave)
+        wanted = jnp.clip(batch.logits_index, 0, batch.tokens.shape[0] - 1)
+        h = self.residual.before_head(Stream(stream.total[wanted], stream.bank[:, wanted]))
+        logits = project(self.norm(h), self.head[...]).astype(jnp.float32)
         return logits, margin[wanted], caches
 
     def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
@@ -111,8 +117,8 @@ class KimiLinear(nnx.Module):
         return tensor_sum(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
 
     def _layers(
-        self, h: Float[Array, "T D"], batch: ModelBatch, caches: Caches, decode_only: bool, interleave: int
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T"], Caches]:
+        self, stream: Stream, batch: ModelBatch, caches: Caches, decode_only: bool, interleave: int
+    ) -> tuple[Stream, Float[Array, "T"], Caches]:
         config = self.config
         kinds = {
             "kda": config.kda_layers, "mla": config.mla_layers,
@@ -126,8 +132,8 @@ class KimiLinear(nnx.Module):
         }
 
         def layer(i, carry):
-            h, margin, caches = carry
-            x = rms_norm(h, self.mixer_norm[...][i], config.rms_norm_eps)
+            stream, margin, caches = carry
+            x = rms_norm(self.residual.before_mixer(stream, i), self.mixer_norm[...][i], config.rms_norm_eps)
 
             @jax.named_scope("kda")
             def kda(carry):
@@ -140,16 +146,16 @@ class KimiLinear(nnx.Module):
                 at = place["mla"][i]
                 return _layer(self.mla, at)(x, carry[1], at, batch, decode_only=decode_only, interleave=interleave)
 
-            y = jnp.zeros_like(h)
+            y = jnp.zeros_like(x)
             mla_pool, kda_pool, conv_pool = caches
             if config.kda_layers:
                 y, kda_pool, conv_pool = _when(has["kda"][i], kda, (y, kda_pool, conv_pool), self.kernels)
             if config.mla_layers:
                 y, mla_pool = _when(has["mla"][i], mla, (y, mla_pool), self.kernels)
-            h = h + y
+            stream = self.residual.after_mixer(stream, y, i)
 
-            x = rms_norm(h, self.ffn_norm[...][i], config.rms_norm_eps)
-            y = jnp.zeros_like(h)
+            x = rms_norm(self.residual.before_ffn(stream, i), self.ffn_norm[...][i], config.rms_norm_eps)
+            y = jnp.zeros_like(x)
             if config.dense_layers:
 
                 @jax.named_scope("dense")
@@ -165,7 +171,7 @@ class KimiLinear(nnx.Module):
                     return out, jnp.minimum(carry[1], gap)
 
                 y, margin = _when(has["moe"][i], moe, (y, margin), self.kernels)
-            return h + y, margin, Caches(mla_pool, kda_pool, conv_pool)
+            return self.residual.after_ffn(stream, y), margin, Caches(mla_pool, kda_pool, conv_pool)
 
-        start = (h, jnp.full(h.shape[0], jnp.inf, jnp.float32), caches)
+        start = (stream, jnp.full(stream.total.shape[0], jnp.inf, jnp.float32), caches)
         return jax.lax.fori_loop(0, config.layers, layer, start)

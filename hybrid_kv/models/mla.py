@@ -1,9 +1,10 @@
 """MLA mixer over the paged latent cache, absorbed form, with the cache striped over "dcp".
 
-Query, key-up, value-up and output weights are split by heads over the tensor group; the latent
-projection is replicated, and so is the cache over "model". Ranks of one dcp group hold different
-heads and different tokens, so queries are gathered over "dcp", each rank attends to its own tokens
-for all heads of the group, and the partial results return to the ranks that own the heads.
+Query, key-up, value-up, output gate and output weights are split by heads over the tensor group; the
+latent projection and the bottleneck of low-rank queries are replicated, and so is the cache over
+"model". Ranks of one dcp group hold different heads and different tokens, so queries are gathered over
+"dcp", each rank attends to its own tokens for all heads of the group, and the partial results return to
+the ranks that own the heads.
 """
 
 from typing import Any
@@ -28,7 +29,14 @@ class MlaMixer(nnx.Module):
 
     def __init__(self, config: KimiLinearConfig, params: dict[str, Array], kernels: str | None = None) -> None:
         self.config, self.kernels = config, kernels
-        self.q = nnx.Param(params["q"])
+        if config.query_rank:
+            self.q_a = nnx.Param(params["q_a"])
+            self.q_a_norm = nnx.Param(params["q_a_norm"])
+            self.q_b = nnx.Param(params["q_b"])
+        else:
+            self.q = nnx.Param(params["q"])
+        if config.mla_output_gate:
+            self.gate = nnx.Param(params["gate"])
         self.kv_a = nnx.Param(params["kv_a"])
         self.kv_a_norm = nnx.Param(params["kv_a_norm"])
         self.kv_b = nnx.Param(params["kv_b"])
@@ -40,6 +48,13 @@ class MlaMixer(nnx.Module):
         row = project(x, self.kv_a[...])
         normed = rms_norm(row[:, :latent], self.kv_a_norm[...], self.config.mla_lora_norm_eps)
         return jnp.concatenate([normed, row[:, latent:]], axis=1)
+
+    def queries(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
+        """Queries of the own heads, each [nope | position], straight or through a normed bottleneck."""
+        if not self.config.query_rank:
+            return project(x, self.q[...])
+        narrow = rms_norm(project(x, self.q_a[...]), self.q_a_norm[...], self.config.mla_lora_norm_eps)
+        return project(narrow, self.q_b[...])
 
     def __call__(
         self,
@@ -55,7 +70,7 @@ class MlaMixer(nnx.Module):
         config = self.config
         nope, value = config.nope_width, config.value_width
         kv_b = self.kv_b[...].reshape(-1, nope + value, config.latent_width)
-        q = project(x, self.q[...]).reshape(x.shape[0], kv_b.shape[0], nope + config.rope_width)
+        q = self.queries(x).reshape(x.shape[0], kv_b.shape[0], nope + config.rope_width)
         q_latent = project_heads(q[..., :nope], kv_b[:, :nope])
         place: tuple[Any, ...] = (layer, batch.rows, batch.attention.table)
         stripe: dict[str, Any] = {
@@ -73,5 +88,8 @@ class MlaMixer(nnx.Module):
         )
         # The next layer writes the pool: it must not be kept alive beyond these reads (see kernels' slots).
         out, cache = jax.lax.optimization_barrier((out, cache))
-        o = project_heads(out, jnp.swapaxes(kv_b[:, nope:], 1, 2))
-        return tensor_sum(project(o.reshape(x.shape[0], -1), self.out[...])), cache
+        o = project_heads(out, jnp.swapaxes(kv_b[:, nope:], 1, 2)).reshape(x.shape[0], -1)
+        if config.mla_output_gate:
+            gate = jax.nn.sigmoid(project(x, self.gate[...]).astype(jnp.float32))
+            o = (o.astype(jnp.float32) * gate).astype(x.dtype)
+        return tensor_sum(project(o, self.out[...])), cache

@@ -1,10 +1,11 @@
-"""The parameters of Kimi Linear as one table: path, shape, dtype, split over the mesh, source.
+"""The parameters of the Kimi models as one table: path, shape, dtype, split over the mesh, source.
 
 Everything else derives from it: what the loader reads, what the modules hold, which shardings the
 runtime uses. Linear weights keep the checkpoint's [out, in]; parameters of one kind of layer are stacked
 on a leading axis in layer order.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import DCP, MODEL, TENSOR, PartitionSpec
 from hybrid_kv.models.config import KimiLinearConfig
-from hybrid_kv.models.sources import HeadPacked, HeadVector, Shape, Source, Stack, Whole
+from hybrid_kv.models.sources import Experts, HeadPacked, HeadVector, Shape, Source, Stack, Whole
 
 
 @dataclass(frozen=True)
@@ -41,35 +42,54 @@ class PartitionSpecs(NamedTuple):
 
 def inventory(config: KimiLinearConfig) -> dict[str, Parameter]:
     """All parameters by path, such as "embed" or "kda.qkv"."""
-    d, vocab = config.hidden_size, config.vocab_size
+    d, vocab, prefix = config.hidden_size, config.vocab_size, config.tensor_prefix
     table = {
-        "embed": Parameter((vocab, d), PartitionSpec(TENSOR), Whole("model.embed_tokens.weight", (vocab, d))),
-        "head": Parameter((vocab, d), PartitionSpec(TENSOR), Whole("lm_head.weight", (vocab, d))),
-        "norm": Parameter((d,), PartitionSpec(), Whole("model.norm.weight", (d,))),
+        "embed": Parameter((vocab, d), PartitionSpec(TENSOR), Whole(f"{prefix}model.embed_tokens.weight", (vocab, d))),
+        "head": Parameter((vocab, d), PartitionSpec(TENSOR), Whole(f"{prefix}lm_head.weight", (vocab, d))),
+        "norm": Parameter((d,), PartitionSpec(), Whole(f"{prefix}model.norm.weight", (d,))),
     }
-    every = tuple(range(config.layers))
-    table |= _linear("", every, "", {
+    table |= _linear(config, "", tuple(range(config.layers)), "", {
         "mixer_norm": ("input_layernorm", (d,), None),
         "ffn_norm": ("post_attention_layernorm", (d,), None),
     })  # fmt: skip
-    return table | _kda(config) | _mla(config) | _dense(config) | _moe(config)
+    return table | _residual(config) | _kda(config) | _mla(config) | _dense(config) | _moe(config)
 
 
-def _name(layer: int, rest: str) -> str:
-    return f"model.layers.{layer}.{rest}"
+def _name(config: KimiLinearConfig, layer: int | str, rest: str) -> str:
+    return f"{config.tensor_prefix}model.layers.{layer}.{rest}"
+
+
+# path -> (tensor, shape, axis split by the tensor group)
+_Entries = dict[str, tuple[str, Shape, int | None]]
 
 
 def _linear(
-    prefix: str, layers: tuple[int, ...], module: str, entries: Mapping[str, tuple[str, Shape, int | None]]
+    config: KimiLinearConfig, prefix: str, layers: tuple[int, ...], module: str, entries: _Entries
 ) -> dict[str, Parameter]:
-    """Plain `.weight` tensors stacked over `layers`: path -> (tensor, shape, axis split by tensor group)."""
+    """Plain `.weight` tensors stacked over `layers`."""
     table = {}
     for path, (tensor, shape, split) in entries.items():
         spec = PartitionSpec(*(TENSOR if axis - 1 == split else None for axis in range(len(shape) + 1)))
-        parts = tuple(Whole(_name(i, f"{module}{tensor}.weight"), shape) for i in layers)
+        parts = tuple(Whole(_name(config, i, f"{module}{tensor}.weight"), shape) for i in layers)
         if layers:
             table[prefix + path] = Parameter((len(layers), *shape), spec, Stack(parts))
     return table
+
+
+def _residual(config: KimiLinearConfig) -> dict[str, Parameter]:
+    """Norm and single-row projection of every site of the attention residual."""
+    if not config.residual_block:
+        return {}
+    d, model = config.hidden_size, f"{config.tensor_prefix}model."
+    return _linear(config, "residual.", tuple(range(config.layers)), "", {
+        "mixer_norm": ("self_attention_res_norm", (d,), None),
+        "mixer_proj": ("self_attention_res_proj", (1, d), None),
+        "ffn_norm": ("mlp_res_norm", (d,), None),
+        "ffn_proj": ("mlp_res_proj", (1, d), None),
+    }) | {
+        "residual.head_norm": Parameter((d,), PartitionSpec(), Whole(f"{model}output_attn_res_norm.weight", (d,))),
+        "residual.head_proj": Parameter((1, d), PartitionSpec(), Whole(f"{model}output_attn_res_proj.weight", (1, d))),
+    }  # fmt: skip
 
 
 def _kda(config: KimiLinearConfig) -> dict[str, Parameter]:
@@ -81,46 +101,57 @@ def _kda(config: KimiLinearConfig) -> dict[str, Parameter]:
 
     def packed(kind: str, shape: Shape) -> Stack:
         def name(layer: int, x: str) -> str:
-            return _name(layer, f"self_attn.{x}_{kind}.weight")
+            return _name(config, layer, f"self_attn.{x}_{kind}.weight")
 
         return Stack(tuple(HeadPacked((name(i, "q"), name(i, "k"), name(i, "v")), shape, width) for i in layers))
 
+    def vectors(rest: str, shape: Shape) -> Stack:
+        return Stack(tuple(Whole(_name(config, i, rest), shape) for i in layers))
+
     by_head = PartitionSpec(None, TENSOR)
-    a_log = Stack(tuple(HeadVector(_name(i, "self_attn.A_log"), heads) for i in layers))
-    dt_bias = Stack(tuple(Whole(_name(i, "self_attn.dt_bias"), (wide,)) for i in layers))
+    a_log = Stack(tuple(HeadVector(_name(config, i, "self_attn.A_log"), heads) for i in layers))
+    low_rank: _Entries = {"g_a": ("g_a_proj", (width, d), None), "g_b": ("g_b_proj", (wide, width), 0)}
+    full_rank: _Entries = {"g": ("g_proj", (wide, d), 0)}
     return {
         "kda.qkv": Parameter((n, 3 * wide, d), by_head, packed("proj", (wide, d))),
         "kda.conv": Parameter((n, 3 * wide, taps), by_head, packed("conv1d", (wide, 1, taps)), True),
         "kda.a_log": Parameter((n, heads), by_head, a_log, True),
-        "kda.dt_bias": Parameter((n, wide), by_head, dt_bias, True),
-    } | _linear("kda.", layers, "self_attn.", {
+        "kda.dt_bias": Parameter((n, wide), by_head, vectors("self_attn.dt_bias", (wide,)), True),
+        "kda.o_norm": Parameter((n, width), PartitionSpec(), vectors("self_attn.o_norm.weight", (width,)), True),
+    } | _linear(config, "kda.", layers, "self_attn.", {
         "f_a": ("f_a_proj", (width, d), None),
         "f_b": ("f_b_proj", (wide, width), 0),
-        "g_a": ("g_a_proj", (width, d), None),
-        "g_b": ("g_b_proj", (wide, width), 0),
         "beta": ("b_proj", (heads, d), 0),
-        "o_norm": ("o_norm", (width,), None),
         "out": ("o_proj", (d, wide), 1),
+        **(full_rank if config.full_rank_gate else low_rank),
     })  # fmt: skip
 
 
 def _mla(config: KimiLinearConfig) -> dict[str, Parameter]:
-    d, heads, latent = config.hidden_size, config.mla_heads, config.latent_width
+    d, heads, latent, rank = config.hidden_size, config.mla_heads, config.latent_width, config.query_rank
     nope, value = config.nope_width, config.value_width
-    return _linear("mla.", config.mla_layers, "self_attn.", {
-        "q": ("q_proj", (heads * (nope + config.rope_width), d), 0),
+    queries = heads * (nope + config.rope_width)
+    low_rank: _Entries = {
+        "q_a": ("q_a_proj", (rank, d), None),
+        "q_a_norm": ("q_a_layernorm", (rank,), None),
+        "q_b": ("q_b_proj", (queries, rank), 0),
+    }
+    gate: _Entries = {"gate": ("g_proj", (heads * value, d), 0)}
+    return _linear(config, "mla.", config.mla_layers, "self_attn.", {
+        **(low_rank if rank else {"q": ("q_proj", (queries, d), 0)}),
         "kv_a": ("kv_a_proj_with_mqa", (config.cache_width, d), None),
         "kv_a_norm": ("kv_a_layernorm", (latent,), None),
         "kv_b": ("kv_b_proj", (heads * (nope + value), latent), 0),
+        **(gate if config.mla_output_gate else {}),
         "out": ("o_proj", (d, heads * value), 1),
     })  # fmt: skip
 
 
 def _dense(config: KimiLinearConfig) -> dict[str, Parameter]:
-    return _linear("dense.", config.dense_layers, "mlp.", _gated("", config.hidden_size, config.dense_width))
+    return _linear(config, "dense.", config.dense_layers, "mlp.", _gated("", config.hidden_size, config.dense_width))
 
 
-def _gated(prefix: str, d: int, width: int) -> dict[str, tuple[str, Shape, int | None]]:
+def _gated(prefix: str, d: int, width: int) -> _Entries:
     return {
         prefix + "gate": ("gate_proj", (width, d), 0),
         prefix + "up": ("up_proj", (width, d), 0),
@@ -130,28 +161,33 @@ def _gated(prefix: str, d: int, width: int) -> dict[str, tuple[str, Shape, int |
 
 def _moe(config: KimiLinearConfig) -> dict[str, Parameter]:
     layers, d, count = config.moe_layers, config.hidden_size, config.experts
-    n, width = len(layers), config.expert_width
+    n, width, routed = len(layers), config.expert_width, config.expert_input_width
     if not layers:
         return {}
 
-    def experts(tensor: str, shape: Shape) -> Parameter:
-        each = tuple(
-            Stack(tuple(Whole(_name(i, f"block_sparse_moe.experts.{e}.{tensor}.weight"), shape) for e in range(count)))
-            for i in layers
-        )
-        return Parameter((n, count, *shape), PartitionSpec(None, TENSOR), Stack(each))
+    def experts(tensor: str, shape: tuple[int, int]) -> Parameter:
+        name = _name(config, "{layer}", f"block_sparse_moe.experts.{{expert}}.{tensor}")
+        source = Experts(name, layers, count, shape, config.packed_experts)
+        return Parameter((n, count, *shape), PartitionSpec(None, config.expert_axes), source)
 
     gate = "block_sparse_moe.gate."
-    router = Stack(tuple(Whole(_name(i, gate + "weight"), (count, d)) for i in layers))
-    bias = Stack(tuple(Whole(_name(i, gate + "e_score_correction_bias"), (count,)) for i in layers))
+    router = Stack(tuple(Whole(_name(config, i, gate + "weight"), (count, d)) for i in layers))
+    bias = Stack(tuple(Whole(_name(config, i, gate + "e_score_correction_bias"), (count,)) for i in layers))
+    latent: _Entries = {
+        "latent_down": ("routed_expert_down_proj", (routed, d), 0),
+        "latent_up": ("routed_expert_up_proj", (d, routed), 1),
+        **({"latent_norm": ("routed_expert_norm", (routed,), None)} if config.latent_norm else {}),
+    }
     shared = _gated("shared_", d, config.shared_experts * width)
     return {
         "moe.router": Parameter((n, count, d), PartitionSpec(), router, True),
         "moe.bias": Parameter((n, count), PartitionSpec(), bias, True),
-        "moe.expert_gate": experts("w1", (width, d)),
-        "moe.expert_up": experts("w3", (width, d)),
-        "moe.expert_down": experts("w2", (d, width)),
-    } | _linear("moe.", layers, "block_sparse_moe.shared_experts.", shared)
+        "moe.expert_gate": experts("w1", (width, routed)),
+        "moe.expert_up": experts("w3", (width, routed)),
+        "moe.expert_down": experts("w2", (routed, width)),
+    } | _linear(config, "moe.", layers, "block_sparse_moe.shared_experts.", shared) | _linear(
+        config, "moe.", layers, "block_sparse_moe.", latent if config.routed_width else {}
+    )  # fmt: skip
 
 
 def partition_specs(config: KimiLinearConfig) -> PartitionSpecs:
@@ -167,12 +203,12 @@ def partition_specs(config: KimiLinearConfig) -> PartitionSpecs:
 
 
 def check_mesh(config: KimiLinearConfig, mesh_shape: Mapping[str, int]) -> None:
-    """Refuse a mesh whose tensor group does not divide the heads, experts, vocabulary or widths.
+    """Refuse a mesh whose tensor group does not divide the heads, vocabulary or widths, or `expert_axes` the experts.
 
     Raises:
       UserError: an axis is missing, or a size is not divisible by model * dcp.
     """
-    for axis in TENSOR:
+    for axis in {*TENSOR, *config.expert_axes}:
         if axis not in mesh_shape:
             raise UserError("mesh", dict(mesh_shape), f"name its axes data, {MODEL} and {DCP}")
     ranks = mesh_shape[MODEL] * mesh_shape[DCP]
@@ -180,10 +216,16 @@ def check_mesh(config: KimiLinearConfig, mesh_shape: Mapping[str, int]) -> None:
         "linear_attn_config.num_heads": config.kda_heads,
         "num_attention_heads": config.mla_heads,
         "vocab_size": config.vocab_size,
-        "num_experts": config.experts,
+        "routed_expert_hidden_size": config.routed_width,
         "intermediate_size": config.dense_width,
         "moe_intermediate_size * num_shared_experts": config.expert_width * config.shared_experts,
     }
     for field, size in sizes.items():
         if size % ranks:
             raise UserError(field, size, f"must be a multiple of model * dcp = {ranks}; choose a smaller mesh")
+    groups = math.prod(mesh_shape[axis] for axis in config.expert_axes)
+    if config.experts % groups:
+        axes = " * ".join(config.expert_axes)
+        raise UserError(
+            "num_experts", config.experts, f"must be a multiple of {axes} = {groups}; choose a smaller mesh"
+        )

@@ -8,11 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.experts.mxfp4 import GROUP, unpack_host
 
 # read(name, slices): the given part of a checkpoint tensor.
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
 Shape = tuple[int, ...]
+
+# Endings of a packed weight: codes, two a byte, and scales. Both are bytes, all other tensors are floating point.
+PACKED, SCALE = ".weight_packed", ".weight_scale"
 
 
 @runtime_checkable
@@ -44,7 +50,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Stack:
-    """Sources of equal shape stacked on a new first axis: layers, or experts of a layer."""
+    """Sources of equal shape stacked on a new first axis, that of the layers."""
 
     parts: tuple[Source, ...]
 
@@ -94,3 +100,46 @@ class HeadVector:
 
     def read(self, read: Read, index: tuple[slice, ...]) -> np.ndarray:
         return read(self.name, ()).reshape(-1)[: self.heads][index]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One matrix [out, in] of every expert of several layers, stacked as [layers, experts, out, in].
+
+    A full-size model has half a million of these tensors, so their names are made when they are asked for.
+
+    Attributes:
+      name: of a tensor without its ending, with `{layer}` and `{expert}` for the two numbers.
+      packed: stored in MXFP4; read as bf16, which is exact.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    count: int
+    shape: tuple[int, int]
+    packed: bool = False
+
+    def tensors(self) -> dict[str, Shape]:
+        rows, columns = self.shape
+        stored = (
+            {PACKED: (rows, columns // 2), SCALE: (rows, columns // GROUP)} if self.packed else {".weight": self.shape}
+        )
+        return {
+            self.name.format(layer=layer, expert=expert) + ending: shape
+            for layer in self.layers
+            for expert in range(self.count)
+            for ending, shape in stored.items()
+        }
+
+    def read(self, read: Read, index: tuple[slice, ...]) -> np.ndarray:
+        layers, experts = self.layers[index[0]], range(self.count)[index[1]]
+        return np.stack([np.stack([self._one(read, i, e, index[2:]) for e in experts]) for i in layers])
+
+    def _one(self, read: Read, layer: int, expert: int, index: tuple[slice, ...]) -> np.ndarray:
+        name = self.name.format(layer=layer, expert=expert)
+        if not self.packed:
+            return read(name + ".weight", index)
+        # Codes of a row are cut by whole scales only, so all columns are read.
+        rows, every = index[0], slice(None)
+        codes, scale = (read(name + ending, (rows, every)) for ending in (PACKED, SCALE))
+        return unpack_host(codes, scale).astype(jnp.bfloat16)[:, index[1]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from hybrid_kv.models.config import KimiLinearConfig
-from hybrid_kv.models.parameters import inventory
+from hybrid_kv.models.parameters import Parameter, inventory
+from hybrid_kv.models.sources import Experts, Stack
 from hybrid_kv.planning import CachePlan, CacheShape
 from hybrid_kv.sharding import ArraySharding, ShardingMap
 
@@ -32,16 +33,16 @@ def weight_sharding(model: KimiLinearConfig, plan: CachePlan, dtype: str) -> Sha
     """The map of every parameter, stacked over the layers of its kind; weights are [out, in]."""
     arrays = []
     for name, entry in inventory(model).items():
-        axes = _axes(name, len(entry.shape))
+        axes = _axes(entry)
         itemsize = 4 if entry.full_precision else jnp.dtype(dtype).itemsize
         arrays.append(ArraySharding(name, entry.shape, axes, entry.spec, itemsize))
     return ShardingMap(plan.mesh, tuple(arrays))
 
 
-def _axes(name: str, count: int) -> tuple[str, ...]:
+def _axes(entry: Parameter) -> tuple[str, ...]:
     """Names of a parameter's axes: stacking axes first, then [out, in] of a matrix or the values of a vector."""
-    stacking = ("layer", "expert") if "expert_" in name else ("layer",) if "." in name or name.endswith("_norm") else ()
-    own = ("out", "in") if count - len(stacking) == 2 else ("value",)
+    stacking = {Stack: ("layer",), Experts: ("layer", "expert")}.get(type(entry.source), ())
+    own = ("out", "in") if len(entry.shape) - len(stacking) == 2 else ("value",)
     return stacking + own
 
 

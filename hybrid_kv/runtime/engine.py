@@ -100,7 +100,7 @@ class Engine:
         dtype: str = "float32",
         secret: bytes = b"",
     ) -> Engine:
-        """Load a Kimi Linear checkpoint folder (config.json and safetensors) onto a mesh.
+        """Load a Kimi Linear or K3 checkpoint folder (config.json and safetensors) onto a mesh.
 
         mesh: `model=2,dcp=4`, a `MeshSpec`, or a jax Mesh with axes data, model, dcp.
         dtype: of weights, activations and MLA rows; recurrent states stay float32.
@@ -412,6 +412,9 @@ class Engine:
         outside = values[(values < 0) | (values >= self.vocab_size)]
         if len(outside):
             raise UserError("prompt", int(outside[0]), f"token ids lie in 0..{self.vocab_size - 1}")
+        for field, token in self.model.media_tokens:
+            if token in values:
+                raise UserError("prompt", token, f"this is {field}, and the model serves text only; leave it out")
         total = len(values) + answer
         if total > self.config.max_context:
             fix = f"prompt and answer may have {self.config.max_context} tokens; shorten them or raise max_context"

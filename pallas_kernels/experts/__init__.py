@@ -1,0 +1,1 @@
+"""Routed experts: their weights in four bits."""
