@@ -1,4 +1,5 @@
-"""The command line: `hybrid-kv generate`, `hybrid-kv replay`, `hybrid-kv describe`, `hybrid-kv plan`.
+"""The command line: `hybrid-kv generate`, `hybrid-kv replay`, `hybrid-kv describe`, `hybrid-kv plan`,
+`hybrid-kv compile`, `hybrid-kv fit`.
 
 Exit codes: 0 done; 1 the engine did wrong (a replay that does not verify); 2 the user can put it right, one
 line on stderr says how; 130 interrupted.
@@ -331,7 +332,46 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--live", type=int, default=1, help="requests in flight at once (%(default)s)")
     command.add_argument("--json", action="store_true", help="print a JSON list of the plans")
     command.set_defaults(command=plan_command)
+
+    command = commands.add_parser("compile", help="compile steps of a model for a slice of a pod, with no chip")
+    _add_pod_flags(command)
+    command.add_argument("--mesh", required=True, help='over all devices, such as "model=4,dcp=4"')
+    command.add_argument("--step", choices=("decode", "prefill", "verify", "all"), default="all")
+    command.add_argument("--chart", type=Path, help="write a chart of memory and least times to this file")
+    command.set_defaults(command=compile_command)
+
+    command = commands.add_parser("fit", help="rank the meshes of a slice for a model")
+    _add_pod_flags(command)
+    command.set_defaults(command=fit_command, mesh=None)
     return parser
+
+
+def compile_command(options: argparse.Namespace) -> int:
+    """See `hybrid_kv.chipless.command`."""
+    from hybrid_kv.chipless import command
+
+    return command.compile_command(options)
+
+
+def fit_command(options: argparse.Namespace) -> int:
+    """See `hybrid_kv.chipless.command`."""
+    from hybrid_kv.chipless import command
+
+    return command.fit_command(options)
+
+
+def _add_pod_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help="kimi-linear-48b, kimi-k3, or a folder with config.json")
+    command.add_argument("--topology", required=True, help="chip and shape: v6e:4x4, tpu7x:4x4x4, h100:8")
+    command.add_argument("--batch", type=int, default=64, help="rows of a replica; of all for fit (%(default)s)")
+    command.add_argument("--context", type=int, default=131_072, help="most tokens of a request (%(default)s)")
+    command.add_argument("--tokens", type=int, default=8192, help="of a prefill step (%(default)s)")
+    command.add_argument("--drafts", type=int, default=3, help="tokens to verify behind each row (%(default)s)")
+    command.add_argument("--rows-per-rank", type=int, default=64, help="MLA rows of a block on a rank (%(default)s)")
+    command.add_argument("--state-slots", type=int, default=256, help="recurrent states, of all for fit (%(default)s)")
+    command.add_argument("--experts", choices=("tensor", "mesh"), default="tensor", help="devices that share experts")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    command.add_argument("--json", action="store_true", help="print a JSON object")
 
 
 def _add_model_flags(command: argparse.ArgumentParser) -> None:

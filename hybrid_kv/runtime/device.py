@@ -91,7 +91,9 @@ def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_l
             inputs.batch, caches, decode_only=decode_only, interleave=layout.interleave
         )
         wanted = logits[flat[-rows:]] if all_logits else logits
-        return sample(wanted, inputs.sampling), logits, margins, caches
+        with jax.named_scope("sample"):
+            chosen = sample(wanted, inputs.sampling)
+        return chosen, logits, margins, caches
 
     step = jax.shard_map(
         local,
