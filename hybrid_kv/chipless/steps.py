@@ -22,6 +22,7 @@ from hybrid_kv.chipless.pods import Pod
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.batch import Caches
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.execution import Execution
 from hybrid_kv.models.parameters import check_mesh, inventory
 from hybrid_kv.plan import spell_out
 from hybrid_kv.planning import CacheOptions, CachePlan, plan_cache
@@ -45,6 +46,7 @@ class Setting:
       rows_per_rank: MLA rows of a block on one rank.
       slots: recurrent states of a replica besides the null one.
       blocks: MLA blocks of a replica besides the null one; None for every row filled to the context.
+      workspace, exchange: see `models.execution.Execution`.
     """
 
     model: KimiLinearConfig
@@ -57,6 +59,8 @@ class Setting:
     slots: int = 256
     blocks: int | None = None
     dtype: str = "bfloat16"
+    workspace: int = 8192
+    exchange: str = "reduce_scatter"
 
     def plan(self, kernels: str) -> CachePlan:
         """The cache of a replica on this mesh.
@@ -153,7 +157,7 @@ def lower_step(setting: Setting, mesh: Mesh, kernels: str, kind: str) -> Any:
         param_specs=tuple((name, entry.spec) for name, entry in table.items()),
         cache_specs=tuple(plan.sharding[name].spec for name in Caches._fields),
         interleave=plan.config.geometry.groups[plan.config.geometry.attention[0]].interleave,
-        kernels=kernels,
+        how=Execution(kernels=kernels, workspace=setting.workspace, exchange=setting.exchange),
     )
     params = {
         name: jax.ShapeDtypeStruct(

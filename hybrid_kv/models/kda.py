@@ -10,6 +10,7 @@ from flax import nnx
 from hybrid_kv.models.axes import tensor_sum
 from hybrid_kv.models.batch import ModelBatch, RecurrentInputs
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.linear import project
 from hybrid_kv.models.norms import gated_rms_norm
 from hybrid_kv.typing import Array, Float, Int32
@@ -26,8 +27,8 @@ def decode_emission(recurrent: RecurrentInputs, start: Int32[Array, "R"]) -> Int
 class KdaMixer(nnx.Module):
     """See the module. Weights are [out, in]; `qkv` packs the outputs as (head, {q, k, v}, channel)."""
 
-    def __init__(self, config: KimiLinearConfig, params: dict[str, Array], kernels: str | None = None) -> None:
-        self.config, self.kernels = config, kernels
+    def __init__(self, config: KimiLinearConfig, params: dict[str, Array], how: Execution = PLAIN) -> None:
+        self.config, self.kernels = config, how.kernels
         self.qkv = nnx.Param(params["qkv"])
         self.conv = nnx.Param(params["conv"])
         self.f_a = nnx.Param(params["f_a"])

@@ -21,6 +21,7 @@ from flax import nnx
 from hybrid_kv.models.axes import tensor_rank, tensor_sum
 from hybrid_kv.models.batch import Caches, ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.ffn import DenseFfn, MoeFfn
 from hybrid_kv.models.kda import KdaMixer
 from hybrid_kv.models.linear import project
@@ -56,15 +57,14 @@ class KimiLinear(nnx.Module):
     Args:
       config: shapes and constants.
       params: arrays by parameter path (`parameters.inventory`), global or local shards.
-      kernels: "tpu" or "gpu" to name the kernels that run, whose pools lie in their form (`planning.forms`); None
-        takes those of the platform for what they fit.
+      how: which kernels run, and in which form.
     """
 
-    def __init__(self, config: KimiLinearConfig, params: Mapping[str, Array], kernels: str | None = None) -> None:
+    def __init__(self, config: KimiLinearConfig, params: Mapping[str, Array], how: Execution = PLAIN) -> None:
         def group(name: str) -> dict[str, Array]:
             return {path.split(".")[1]: x for path, x in params.items() if path.startswith(name + ".")}
 
-        self.config, self.kernels = config, kernels
+        self.config, self.kernels = config, how.kernels
         self.embed = nnx.Param(params["embed"])
         self.mixer_norm = nnx.Param(params["mixer_norm"])
         self.ffn_norm = nnx.Param(params["ffn_norm"])
@@ -72,9 +72,9 @@ class KimiLinear(nnx.Module):
         self.head = nnx.Param(params["head"])
         self.residual = residual(config, group("residual"))
         if config.kda_layers:
-            self.kda = KdaMixer(config, group("kda"), kernels)
+            self.kda = KdaMixer(config, group("kda"), how)
         if config.mla_layers:
-            self.mla = MlaMixer(config, group("mla"), kernels)
+            self.mla = MlaMixer(config, group("mla"), how)
         if config.dense_layers:
             self.dense = DenseFfn(config, group("dense"))
         if config.moe_layers:

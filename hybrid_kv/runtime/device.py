@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from hybrid_kv.models.axes import DATA, TENSOR
 from hybrid_kv.models.batch import Caches
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.runtime.metadata import StepInputs
 from hybrid_kv.runtime.sampler import sample
@@ -59,8 +60,8 @@ def unpack(flat: jax.Array, packing: Packing) -> StepInputs:
 class StepLayout:
     """What a compiled step depends on besides the shapes of its arguments; hashable.
 
-    param_specs: (name, split) of every parameter. cache_specs: in the order of `Caches`. kernels: named, as of
-    `KimiLinear`.
+    param_specs: (name, split) of every parameter. cache_specs: in the order of `Caches`. how: the model
+    runs.
     """
 
     model: KimiLinearConfig
@@ -68,7 +69,7 @@ class StepLayout:
     param_specs: tuple[tuple[str, P], ...]
     cache_specs: tuple[P, ...]
     interleave: int
-    kernels: str | None = None
+    how: Execution = PLAIN
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,10 +84,10 @@ def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_l
 
     def local(params, caches: Caches, flat):
         inputs = unpack(flat[:-rows], packing)
-        moving = layout.kernels if layout.kernels == "tpu" else None
+        moving = layout.how.kernels if layout.how.kernels == "tpu" else None
         pool = copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1], implementation=moving)
         caches = caches._replace(mla=pool)
-        model = KimiLinear(layout.model, params, layout.kernels)
+        model = KimiLinear(layout.model, params, layout.how)
         logits, margins, caches = model.with_margins(
             inputs.batch, caches, decode_only=decode_only, interleave=layout.interleave
         )
@@ -139,6 +140,7 @@ class DeviceStep:
         sharding: ShardingMap,
         dtypes: Mapping[str, Any],
         interleave: int,
+        how: Execution = PLAIN,
     ) -> None:
         self.params = dict(params)
         self.layout = StepLayout(
@@ -147,6 +149,7 @@ class DeviceStep:
             param_specs=tuple((name, getattr(array.sharding, "spec", P())) for name, array in self.params.items()),
             cache_specs=tuple(sharding[name].spec for name in Caches._fields),
             interleave=interleave,
+            how=how,
         )
         self.caches = Caches(
             *(

@@ -25,6 +25,7 @@ from hybrid_kv.cache.state import EVICTED, PREEMPTED, RECORDS, SKIPPED_STATES
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load, load_config
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.parameters import check_mesh
 from hybrid_kv.plan import StepPlan
 from hybrid_kv.planning import CacheOptions, CachePlan, plan_cache
@@ -36,6 +37,9 @@ from hybrid_kv.runtime.describe import cache_shape, describe
 from hybrid_kv.runtime.device import DeviceStep
 from hybrid_kv.runtime.requests import Prompt, Request, RequestResult, SamplingParams, Scores, StepOutput
 from hybrid_kv.sharding import AXES, MeshSpec
+
+# Rows of the context expanded at a time on an accelerator; fewer cost a pass over the state of the queries each.
+_WORKSPACE = 8192
 
 __all__ = ["CacheOptions", "Engine", "EngineStats", "RequestResult", "SamplingParams", "StepOutput"]
 
@@ -60,6 +64,11 @@ class EngineStats:
     pools: dict[str, tuple[int, int, int, int]]
 
 
+def _execution() -> Execution:
+    """On an accelerator prompts are attended to in expanded form; on CPU bits do not depend on the cut into steps."""
+    return Execution(workspace=_WORKSPACE) if jax.default_backend() in KERNELS else PLAIN
+
+
 class Engine:
     """Serves one model replica. Not thread safe: one caller steps it."""
 
@@ -80,7 +89,7 @@ class Engine:
         dtypes = {"mla": dtype, "kda": "float32", "conv": dtype}
         self._controller = Controller(config)
         interleave = config.geometry.groups[config.geometry.attention[0]].interleave if config.geometry.attention else 1
-        self._device = DeviceStep(model, params, mesh, plan.sharding, dtypes, interleave)
+        self._device = DeviceStep(model, params, mesh, plan.sharding, dtypes, interleave, _execution())
         self._slots: list[Request | None] = [None] * config.max_requests
         self._queue: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from hybrid_kv.models.axes import DCP, MODEL, TENSOR
 from hybrid_kv.models.batch import AttentionInputs, Caches, ModelBatch, RecurrentInputs
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.models.parameters import partition_specs
 from pallas_kernels.rows import RaggedRows
@@ -27,7 +28,7 @@ def mesh_of(model: int = 1, dcp: int = 1) -> Mesh:
 
 
 @cache
-def compiled_step(config: KimiLinearConfig, mesh: Mesh, interleave: int, decode_only: bool):
+def compiled_step(config: KimiLinearConfig, mesh: Mesh, interleave: int, decode_only: bool, how: Execution = PLAIN):
     specs = dict(partition_specs(config).parameters)
 
     @partial(jax.jit, donate_argnums=2)
@@ -39,7 +40,7 @@ def compiled_step(config: KimiLinearConfig, mesh: Mesh, interleave: int, decode_
         check_vma=False,
     )
     def step(params, batch, caches):
-        return KimiLinear(config, params)(batch, caches, decode_only=decode_only, interleave=interleave)
+        return KimiLinear(config, params, how)(batch, caches, decode_only=decode_only, interleave=interleave)
 
     return step
 
@@ -56,6 +57,7 @@ class Runner:
     rows_per_rank: int = 16
     interleave: int = 1
     emissions: int = 2
+    how: Execution = PLAIN
     caches: Caches = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class Runner:
 
     def step(self, decode_only: bool):
         """The compiled step, shared by runners of one configuration and mesh."""
-        return compiled_step(self.config, self.mesh, self.interleave, decode_only)
+        return compiled_step(self.config, self.mesh, self.interleave, decode_only, self.how)
 
     def batch(self, prompts, start, *, pad_to: int, fresh=None, emit=()) -> ModelBatch:
         """Batch of one token list per row (empty: absent), packed in order, slack filled with id -1.

@@ -1,8 +1,12 @@
 """When expanding the context is cheaper than absorbing the projections into the queries."""
 
+from typing import Any
 
-def expansion_pays(new: int, context: int, *, latent: int = 512, nope: int = 128, value: int = 128) -> bool:
+
+def expansion_pays(new: Any, context: Any, *, latent: int = 512, nope: int = 128, value: int = 128) -> Any:
     """Whether the expanded form needs fewer multiplications for a row of `new` tokens behind `context` cached ones.
+
+    Both may be arrays, of rows; of floats where pairs exceed the integers.
 
     A head and context row take L (D + V) to expand, once for all queries that share it. A pair of query and key takes
     D + P + V expanded and 2 L + P absorbed; the absorbed form also takes L (D + V) a query for W_UK and W_UV:
