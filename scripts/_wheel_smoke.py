@@ -24,8 +24,14 @@ def import_everything(name: str) -> int:
 def main(data: Path) -> None:
     modules = import_everything("hybrid_kv") + import_everything("pallas_kernels")
 
+    from hybrid_kv.models.config import KimiLinearConfig
+    from hybrid_kv.models.published import NAMES, named
     from hybrid_kv.simulate.ceilings import ceilings
     from hybrid_kv.simulate.traces import prompts, read_trace
+
+    # The configurations are data files of the package.
+    layers = {name: KimiLinearConfig.from_dict(named(name)).layers for name in NAMES}
+    assert layers["kimi-k3"] == 93, layers
 
     requests = read_trace(data / "traces" / "miniswe_60.jsonl.gz")
     answers = [request.out for request in requests]

@@ -22,8 +22,8 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-kimi-linear"
 CACHE_SPECS = Caches(P(None, None, DCP), P(None, None, TENSOR), P(None, None, None, TENSOR))
 
 
-def mesh_of(model: int = 1, dcp: int = 1) -> Mesh:
-    devices = np.array(jax.devices()[: model * dcp]).reshape(1, model, dcp)
+def mesh_of(model: int = 1, dcp: int = 1, data: int = 1) -> Mesh:
+    devices = np.array(jax.devices()[: data * model * dcp]).reshape(data, model, dcp)
     return Mesh(devices, ("data", MODEL, DCP))
 
 
