@@ -4,7 +4,6 @@ What is compiled is the step that the engine runs (`runtime.device.compiled_step
 weights as shapes: nothing is allocated.
 """
 
-import dataclasses
 import tempfile
 import time
 from dataclasses import dataclass
@@ -171,7 +170,10 @@ def lower_step(setting: Setting, mesh: Mesh, kernels: str, kind: str) -> Any:
     )
     length, packing = _inputs(setting, plan, kind)
     flat = jax.ShapeDtypeStruct((length * setting.mesh.data,), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-    step = device.compiled_step(layout, packing, kind == "decode", False)
+    if kind == "verify":
+        step = device.compiled_verify(layout, packing, 1 + setting.drafts)
+    else:
+        step = device.compiled_step(layout, packing, kind == "decode", False)
     return step.lower(params, Caches(*pools), flat)
 
 
@@ -180,12 +182,8 @@ def _inputs(setting: Setting, plan: CachePlan, kind: str) -> tuple[int, device.P
     config = plan.config
     like = jax.eval_shape(lambda: spell_out(config, initial_state(config), jnp.bool_(False)))
     null = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-    tokens = setting.tokens if kind == "prefill" else setting.rows
+    each = {"decode": 1, "verify": 1 + setting.drafts}
+    tokens = setting.tokens if kind == "prefill" else setting.rows * each[kind]
     inputs, last = metadata.build(config, null, [None] * setting.rows, tokens, False)
     flat, packing = device.pack(inputs)
-    return flat.size + last.size, packing
-
-
-def replaced(setting: Setting, **changes: Any) -> Setting:
-    """Another setting."""
-    return dataclasses.replace(setting, **changes)
+    return flat.size + (0 if kind == "verify" else last.size), packing

@@ -4,6 +4,8 @@ Heads are split over the tensor group, so a rank sees its own heads in every wei
 bottlenecks of low-rank gates are replicated.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -15,13 +17,35 @@ from hybrid_kv.models.linear import project
 from hybrid_kv.models.norms import gated_rms_norm
 from hybrid_kv.typing import Array, Float, Int32
 from pallas_kernels.conv1d import causal_conv1d
-from pallas_kernels.kda import kda_decode, kda_prefill
+from pallas_kernels.kda import kda_commit, kda_decode, kda_prefill, kda_verify
+from pallas_kernels.kda.records import Commit, Records
+from pallas_kernels.rows import RaggedRows
 
 
 def decode_emission(recurrent: RecurrentInputs, start: Int32[Array, "R"]) -> Int32[Array, "R"]:
     """Slot that the state after a row's only token also goes to; 0 for none."""
     wanted = recurrent.emit_position == start[:, None] + 1
     return jnp.max(jnp.where(wanted, recurrent.emit_slot, 0), axis=1, initial=0)
+
+
+class Pending(NamedTuple):
+    """What a verify step leaves behind until it is known how many tokens stand: records of the states, and the inputs
+    of the convolution."""
+
+    records: Records
+    inputs: Float[Array, "T channels"]
+
+
+def first_emission(
+    recurrent: RecurrentInputs, start: Int32[Array, "R"], accepted: Int32[Array, "R"]
+) -> tuple[Int32[Array, "R"], Int32[Array, "R"]]:
+    """Of each row the first save that its accepted tokens reach: after how many of them, and its slot; 0 for none."""
+    after = recurrent.emit_position - start[:, None]
+    reached = (after >= 1) & (after <= accepted[:, None]) & (recurrent.emit_slot > 0)
+    which = jnp.argmax(reached, axis=1)[:, None]
+    found = jnp.take_along_axis(reached, which, 1)[:, 0]
+    after, slot = (jnp.take_along_axis(values, which, 1)[:, 0] for values in (after, recurrent.emit_slot))
+    return jnp.where(found, after, 0), jnp.where(found, slot, 0)
 
 
 class KdaMixer(nnx.Module):
@@ -56,20 +80,8 @@ class KdaMixer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "layers S H K V"], Float[Array, "layers S W1 *channels"]]:
         """Mixer output, recurrent pool, convolution pool."""
         rows, slots = batch.rows, batch.recurrent
-        width = self.config.kda_head_dim
-        heads = self.a_log.shape[0]
-        # Held in columns of 128 channels, the pool is reshaped here and back in the kernel, which costs nothing.
-        histories = conv_states.reshape(*conv_states.shape[:3], -1)
-        mixed, histories = causal_conv1d(
-            project(x, self.qkv[...]), self.conv[...].T, histories, layer, rows, slots.read, slots.write,
-            slots.emit_position, slots.emit_slot, implementation=self.kernels,
-        )  # fmt: skip
-        conv_states = histories.reshape(conv_states.shape)
-        mixed = mixed.reshape(x.shape[0], heads, 3, width)
-        q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
-        raw_gate = project(project(x, self.f_a[...]), self.f_b[...]).reshape(q.shape)
-        raw_beta = project(x, self.beta[...])
-        token = (q, k, v, raw_gate, raw_beta, self.a_log[...], self.dt_bias[...].reshape(heads, width))
+        mixed, conv_states = self._convolved(project(x, self.qkv[...]), conv_states, layer, rows, slots)
+        token = self._token(x, mixed)
         bound = self.config.gate_lower_bound
         if decode_only:
             o, states = kda_decode(
@@ -81,10 +93,82 @@ class KdaMixer(nnx.Module):
                 *token, states, layer, rows, slots.read, slots.write, slots.emit_position, slots.emit_slot,
                 lower_bound=bound, implementation=self.kernels,
             )  # fmt: skip
-        y = gated_rms_norm(o, self._output_gate(x).reshape(q.shape), self.o_norm[...], self.config.rms_norm_eps).astype(
-            x.dtype
-        )
-        return tensor_sum(project(y.reshape(x.shape[0], -1), self.out[...])), states, conv_states
+        return self._projected(x, o), states, conv_states
+
+    def verify(
+        self,
+        x: Float[Array, "T D"],
+        states: Float[Array, "layers S H K V"],
+        conv_states: Float[Array, "layers S W1 *channels"],
+        layer: Int32[Array, ""],
+        batch: ModelBatch,
+        *,
+        most: int,
+    ) -> tuple[Float[Array, "T D"], Pending]:
+        """Mixer output of rows of at most `most` tokens, and what `commit` needs; the pools are only read."""
+        rows, slots = batch.rows, batch.recurrent
+        inputs = project(x, self.qkv[...])
+        reading = slots._replace(write=jnp.zeros_like(slots.write), emit_slot=jnp.zeros_like(slots.emit_slot))
+        mixed, _ = self._convolved(inputs, conv_states, layer, rows, reading)
+        o, records = kda_verify(
+            *self._token(x, mixed), states, layer, rows, slots.read, most=most,
+            lower_bound=self.config.gate_lower_bound, implementation=self.kernels,
+        )  # fmt: skip
+        return self._projected(x, o), Pending(records, inputs)
+
+    def commit(
+        self,
+        pending: Pending,
+        states: Float[Array, "layers S H K V"],
+        conv_states: Float[Array, "layers S W1 *channels"],
+        layer: Int32[Array, ""],
+        batch: ModelBatch,
+        accepted: Int32[Array, "R"],
+    ) -> tuple[Float[Array, "layers S H K V"], Float[Array, "layers S W1 *channels"]]:
+        """The pools after the first `accepted` tokens of each row; of the saves inside them the first is made."""
+        slots = batch.recurrent
+        after, slot = first_emission(slots, batch.rows.start, accepted)
+        states = kda_commit(
+            pending.records, self.a_log[...], self.dt_bias[...].reshape(self.a_log.shape[0], -1), states, layer,
+            Commit(accepted, slots.read, slots.write, after, slot),
+            lower_bound=self.config.gate_lower_bound, implementation=self.kernels,
+        )  # fmt: skip
+        saves = slots._replace(emit_position=(batch.rows.start + after)[:, None], emit_slot=slot[:, None])
+        rows = batch.rows._replace(length=accepted)
+        _, conv_states = self._convolved(pending.inputs, conv_states, layer, rows, saves)
+        return states, conv_states
+
+    def _convolved(
+        self,
+        inputs: Float[Array, "T channels"],
+        conv_states: Float[Array, "layers S W1 *channels"],
+        layer: Int32[Array, ""],
+        rows: RaggedRows,
+        slots: RecurrentInputs,
+    ) -> tuple[Float[Array, "T H 3 K"], Float[Array, "layers S W1 *channels"]]:
+        """q, k and v of each head, and the convolution pool."""
+        # Held in columns of 128 channels, the pool is reshaped here and back in the kernel, which costs nothing.
+        histories = conv_states.reshape(*conv_states.shape[:3], -1)
+        mixed, histories = causal_conv1d(
+            inputs, self.conv[...].T, histories, layer, rows, slots.read, slots.write, slots.emit_position,
+            slots.emit_slot, implementation=self.kernels,
+        )  # fmt: skip
+        width = self.config.kda_head_dim
+        return mixed.reshape(inputs.shape[0], -1, 3, width), histories.reshape(conv_states.shape)
+
+    def _token(
+        self, x: Float[Array, "T D"], mixed: Float[Array, "T H 3 K"]
+    ) -> tuple[Array, Array, Array, Array, Array, Array, Array]:
+        """What a kernel takes of each token, and the parameters of the gate."""
+        q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
+        raw_gate = project(project(x, self.f_a[...]), self.f_b[...]).reshape(q.shape)
+        dt_bias = self.dt_bias[...].reshape(q.shape[1:])
+        return q, k, v, raw_gate, project(x, self.beta[...]), self.a_log[...], dt_bias
+
+    def _projected(self, x: Float[Array, "T D"], o: Float[Array, "T H V"]) -> Float[Array, "T D"]:
+        """Output gate, norm and output projection."""
+        y = gated_rms_norm(o, self._output_gate(x).reshape(o.shape), self.o_norm[...], self.config.rms_norm_eps)
+        return tensor_sum(project(y.astype(x.dtype).reshape(x.shape[0], -1), self.out[...]))
 
     def _output_gate(self, x: Float[Array, "T D"]) -> Float[Array, "T HK"]:
         if self.config.full_rank_gate:

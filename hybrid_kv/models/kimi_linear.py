@@ -12,6 +12,7 @@ K3 reads and adds to the stream as `residual` says; its other differences are op
 """
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,13 @@ from hybrid_kv.models.batch import Caches, ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.ffn import DenseFfn, MoeFfn
-from hybrid_kv.models.kda import KdaMixer
+from hybrid_kv.models.kda import KdaMixer, Pending
 from hybrid_kv.models.linear import project
 from hybrid_kv.models.mla import MlaMixer
 from hybrid_kv.models.norms import RmsNorm, rms_norm
 from hybrid_kv.models.residual import Stream, residual
 from hybrid_kv.typing import Array, Float, Int32
+from pallas_kernels.kda.records import Records
 
 
 def _when(flag: Array, body: Callable, carry: tuple, kernels: str | None) -> tuple:
@@ -42,7 +44,10 @@ def _when(flag: Array, body: Callable, carry: tuple, kernels: str | None) -> tup
     return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, x: body(x), carry)
 
 
-def _layer(stacked: nnx.Module, index: Int32[Array, ""]) -> nnx.Module:
+M = TypeVar("M", bound=nnx.Module)
+
+
+def _layer(stacked: M, index: Int32[Array, ""]) -> M:
     """The module of one layer out of a module whose parameters are stacked over layers."""
     graph, state = nnx.split(stacked)
     return nnx.merge(graph, jax.tree.map(lambda x: x[index], state))
@@ -102,12 +107,51 @@ class KimiLinear(nnx.Module):
         self, batch: ModelBatch, caches: Caches, *, decode_only: bool, interleave: int = 1
     ) -> tuple[Float[Array, "Q local"], Float[Array, "Q"], Caches]:
         """As a call, with the smallest expert selection margin of each wanted token over all layers."""
-        stream = self.residual.start(self._embed(batch.tokens))
-        stream, margin, caches = self._layers(stream, batch, caches, decode_only, interleave)
+        stream, margin, caches, _ = self._layers(batch, caches, 1 if decode_only else None, interleave, None)
         wanted = jnp.clip(batch.logits_index, 0, batch.tokens.shape[0] - 1)
+        return self._logits(stream, wanted), margin[wanted], caches
+
+    def verify(
+        self, batch: ModelBatch, caches: Caches, *, most: int, interleave: int = 1
+    ) -> tuple[Float[Array, "T local"], Caches, Pending | None]:
+        """A step of rows that carry drafts behind their first token, whose states wait for `commit`.
+
+        Args:
+          most: tokens of a row at most, 1 + drafts; static.
+
+        Returns:
+          Logits of all tokens, as of a call; the caches with rows of all tokens in the latent pool, where those of
+          rejected drafts will be written again; and what `commit` needs.
+        """
+        stream, _, caches, pending = self._layers(batch, caches, most, interleave, self._nothing_pending(batch, most))
+        return self._logits(stream, jnp.arange(batch.tokens.shape[0])), caches, pending
+
+    def commit(self, batch: ModelBatch, caches: Caches, pending: Pending | None, accepted: Int32[Array, "R"]) -> Caches:
+        """States after the first `accepted` tokens of each row of a `verify` step."""
+        if not self.config.kda_layers:
+            return caches
+
+        def layer(at, carry):
+            mine = jax.tree.map(lambda x: x[at], pending)
+            states, conv = carry
+            return _layer(self.kda, at).commit(mine, states, conv, at, batch, accepted)
+
+        states, conv = jax.lax.fori_loop(0, len(self.config.kda_layers), layer, (caches.kda, caches.conv))
+        return caches._replace(kda=states, conv=conv)
+
+    def _nothing_pending(self, batch: ModelBatch, most: int) -> Pending | None:
+        """Room for what all KDA layers leave behind in a verify step."""
+        if not self.config.kda_layers:
+            return None
+        layers, heads = self.kda.a_log.shape
+        width, dtype = self.config.kda_head_dim, self.embed.dtype
+        rows = (layers, batch.rows.offset.shape[0], most, heads, width)
+        records = Records(jnp.zeros(rows, jnp.float32), jnp.zeros(rows, dtype), jnp.zeros(rows, dtype))
+        return Pending(records, jnp.zeros((layers, batch.tokens.shape[0], 3 * heads * width), dtype))
+
+    def _logits(self, stream: Stream, wanted: Int32[Array, "Q"]) -> Float[Array, "Q local"]:
         h = self.residual.before_head(Stream(stream.total[wanted], stream.bank[:, wanted]))
-        logits = project(self.norm(h), self.head[...]).astype(jnp.float32)
-        return logits, margin[wanted], caches
+        return project(self.norm(h), self.head[...]).astype(jnp.float32)
 
     def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """Rows of the vocabulary-split table; an id outside the vocabulary gives zeros."""
@@ -117,8 +161,9 @@ class KimiLinear(nnx.Module):
         return tensor_sum(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
 
     def _layers(
-        self, stream: Stream, batch: ModelBatch, caches: Caches, decode_only: bool, interleave: int
-    ) -> tuple[Stream, Float[Array, "T"], Caches]:
+        self, batch: ModelBatch, caches: Caches, most: int | None, interleave: int, pending: Pending | None
+    ) -> tuple[Stream, Float[Array, "T"], Caches, Pending | None]:
+        """All layers. most: tokens of a row at most, None for any. pending: room for a verify step, else None."""
         config = self.config
         kinds = {
             "kda": config.kda_layers, "mla": config.mla_layers,
@@ -132,24 +177,29 @@ class KimiLinear(nnx.Module):
         }
 
         def layer(i, carry):
-            stream, margin, caches = carry
+            stream, margin, caches, pending = carry
             x = rms_norm(self.residual.before_mixer(stream, i), self.mixer_norm[...][i], config.rms_norm_eps)
 
             @jax.named_scope("kda")
             def kda(carry):
-                at = place["kda"][i]
-                _, states, conv = carry
-                return _layer(self.kda, at)(x, states, conv, at, batch, decode_only=decode_only)
+                at, mixer = place["kda"][i], _layer(self.kda, place["kda"][i])
+                _, states, conv, pending = carry
+                if pending is None or most is None:
+                    return *mixer(x, states, conv, at, batch, decode_only=most == 1), None
+                y, found = mixer.verify(x, states, conv, at, batch, most=most)
+                return y, states, conv, jax.tree.map(lambda all, new: all.at[at].set(new), pending, found)
 
             @jax.named_scope("mla")
             def mla(carry):
                 at = place["mla"][i]
-                return _layer(self.mla, at)(x, carry[1], at, batch, decode_only=decode_only, interleave=interleave)
+                return _layer(self.mla, at)(x, carry[1], at, batch, most=most, interleave=interleave)
 
             y = jnp.zeros_like(x)
             mla_pool, kda_pool, conv_pool = caches
             if config.kda_layers:
-                y, kda_pool, conv_pool = _when(has["kda"][i], kda, (y, kda_pool, conv_pool), self.kernels)
+                y, kda_pool, conv_pool, pending = _when(
+                    has["kda"][i], kda, (y, kda_pool, conv_pool, pending), self.kernels
+                )
             if config.mla_layers:
                 y, mla_pool = _when(has["mla"][i], mla, (y, mla_pool), self.kernels)
             stream = self.residual.after_mixer(stream, y, i)
@@ -171,7 +221,8 @@ class KimiLinear(nnx.Module):
                     return out, jnp.minimum(carry[1], gap)
 
                 y, margin = _when(has["moe"][i], moe, (y, margin), self.kernels)
-            return self.residual.after_ffn(stream, y), margin, Caches(mla_pool, kda_pool, conv_pool)
+            return self.residual.after_ffn(stream, y), margin, Caches(mla_pool, kda_pool, conv_pool), pending
 
-        start = (stream, jnp.full(stream.total.shape[0], jnp.inf, jnp.float32), caches)
+        stream = self.residual.start(self._embed(batch.tokens))
+        start = (stream, jnp.full(stream.total.shape[0], jnp.inf, jnp.float32), caches, pending)
         return jax.lax.fori_loop(0, config.layers, layer, start)

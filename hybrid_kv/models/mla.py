@@ -68,10 +68,10 @@ class MlaMixer(nnx.Module):
         layer: Int32[Array, ""],
         batch: ModelBatch,
         *,
-        decode_only: bool,
+        most: int | None,
         interleave: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, "layers B *page"]]:
-        """Mixer output and the latent pool with this step's rows."""
+        """Mixer output and the latent pool with this step's rows, of at most `most` tokens each (None: any)."""
         config = self.config
         kv_b = self.kv_b[...].reshape(-1, config.nope_width + config.value_width, config.latent_width)
         q = self.queries(x).reshape(x.shape[0], kv_b.shape[0], config.nope_width + config.rope_width)
@@ -81,8 +81,8 @@ class MlaMixer(nnx.Module):
         cache = mla_write(
             cache, self.cache_rows(x), layer, batch.rows, batch.attention.table, implementation=writing, **where.tokens
         )
-        if decode_only or self.workspace is None:
-            o = self._absorbed(q, kv_b, cache, batch.rows, batch, where, 1 if decode_only else _PREFILL_TILE)
+        if most is not None or self.workspace is None:
+            o = self._absorbed(q, kv_b, cache, batch.rows, batch, where, most or _PREFILL_TILE)
         else:
             o = self._by_row(q, kv_b, cache, batch, where, self.workspace)
         # The next layer writes the pool: it must not be kept alive beyond these reads (see kernels' slots).

@@ -24,7 +24,7 @@ from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.runtime.metadata import StepInputs
-from hybrid_kv.runtime.sampler import sample
+from hybrid_kv.runtime.sampler import of_tokens, sample, standing
 from hybrid_kv.sharding import ShardingMap
 from pallas_kernels.paged.api import copy_blocks
 
@@ -80,13 +80,9 @@ def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_l
     vector, of the pools and of the results, which lie one behind the other.
     """
     rows = packing.shapes[-1][0]
-    cache_specs: Any = Caches(*cast(Any, layout.cache_specs))
 
     def local(params, caches: Caches, flat):
-        inputs = unpack(flat[:-rows], packing)
-        moving = layout.how.kernels if layout.how.kernels == "tpu" else None
-        pool = copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1], implementation=moving)
-        caches = caches._replace(mla=pool)
+        inputs, caches = _begun(layout, caches, flat[:-rows], packing)
         model = KimiLinear(layout.model, params, layout.how)
         logits, margins, caches = model.with_margins(
             inputs.batch, caches, decode_only=decode_only, interleave=layout.interleave
@@ -96,24 +92,59 @@ def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_l
             chosen = sample(wanted, inputs.sampling)
         return chosen, logits, margins, caches
 
-    step = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(dict(layout.param_specs), cache_specs, P(DATA)),
-        out_specs=(P(DATA), P(DATA, TENSOR), P(DATA), cache_specs),
-        check_vma=False,
-    )
+    return _jitted(layout, local, (P(DATA), P(DATA, TENSOR), P(DATA)))
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_verify(layout: StepLayout, packing: Packing, most: int) -> Any:
+    """The jitted step (params, caches, flat) -> (tokens, accepted, caches) of rows that carry drafts.
+
+    A row has its last token and up to `most` - 1 drafts. tokens: what follows each packed token. accepted: [R] how many
+    tokens of each row stand, its first one and the drafts that plain decoding would have drawn as well; the state of the
+    row is the one after them, and the last token that stands is followed by `tokens` there.
+    """
+
+    def local(params, caches: Caches, flat):
+        inputs, caches = _begun(layout, caches, flat, packing)
+        batch = inputs.batch
+        model = KimiLinear(layout.model, params, layout.how)
+        logits, caches, pending = model.verify(batch, caches, most=most, interleave=layout.interleave)
+        with jax.named_scope("sample"):
+            drawn = sample(logits, of_tokens(inputs.sampling, batch.rows, len(batch.tokens)))
+        accepted = standing(batch.tokens, drawn, batch.rows, most)
+        return drawn, accepted, model.commit(batch, caches, pending, accepted)
+
+    return _jitted(layout, local, (P(DATA), P(DATA)))
+
+
+def _begun(layout: StepLayout, caches: Caches, flat: jax.Array, packing: Packing) -> tuple[StepInputs, Caches]:
+    """Inputs of a step, and the caches after the block copies that come first."""
+    inputs = unpack(flat, packing)
+    moving = layout.how.kernels if layout.how.kernels == "tpu" else None
+    pool = copy_blocks(caches.mla, inputs.copies[:, 0], inputs.copies[:, 1], implementation=moving)
+    return inputs, caches._replace(mla=pool)
+
+
+def _jitted(layout: StepLayout, local: Any, results: tuple[P, ...]) -> Any:
+    """One `jit` around one `shard_map` of (params, caches, flat) -> (*results, caches)."""
 
     def on(spec: P) -> NamedSharding:
         return NamedSharding(layout.mesh, spec)
 
+    weights, caches = dict(layout.param_specs), Caches(*cast(Any, layout.cache_specs))
+    spread = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(weights, caches, P(DATA)),
+        out_specs=(*results, caches),
+        check_vma=False,
+    )
     pools = pool_formats(layout)
-    weights = {name: on(spec) for name, spec in layout.param_specs}
     return jax.jit(
-        step,
+        spread,
         donate_argnums=1,
-        in_shardings=(weights, pools, on(P(DATA))),
-        out_shardings=(on(P(DATA)), on(P(DATA, TENSOR)), on(P(DATA)), pools),
+        in_shardings=({name: on(spec) for name, spec in weights.items()}, pools, on(P(DATA))),
+        out_shardings=(*map(on, results), pools),
     )
 
 

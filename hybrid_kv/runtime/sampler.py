@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from hybrid_kv.models.axes import TENSOR, tensor_rank, tensor_sum
 from hybrid_kv.typing import Array, Float, Int32, UInt32
+from pallas_kernels.rows import RaggedRows, tokens
 
 
 class SamplingInputs(NamedTuple):
@@ -36,6 +37,29 @@ def sample(logits: Float[Array, "R local"], inputs: SamplingInputs) -> Int32[Arr
         (inputs.temperature > 0).any(), lambda: _perturbed(logits, inputs), lambda: logits.astype(jnp.float32)
     )
     return _argmax(chosen)
+
+
+def of_tokens(inputs: SamplingInputs, rows: RaggedRows, count: int) -> SamplingInputs:
+    """Inputs of each of `count` packed tokens, for drawing what follows every token of a row.
+
+    inputs: of the rows; `position` is that of the draw behind a row's last token, as in a step without drafts.
+    """
+    token = tokens(rows, count)
+    each = SamplingInputs(*(field[token.row] for field in inputs))
+    return each._replace(position=token.position + 1)
+
+
+def standing(given: Int32[Array, T], drawn: Int32[Array, T], rows: RaggedRows, most: int) -> Int32[Array, R]:
+    """How many tokens of each row stand: the first, and each draft that is what was drawn behind the token before.
+
+    given: packed tokens; drawn: what was drawn behind each. most: tokens of a row at most.
+    """
+    place = rows.offset[:, None] + jnp.arange(most - 1)
+    inside = jnp.arange(most - 1) < rows.length[:, None] - 1
+    last = given.shape[0] - 1
+    same = drawn[jnp.clip(place, 0, last)] == given[jnp.clip(place + 1, 0, last)]
+    drafts = jnp.sum(jnp.cumprod((same & inside).astype(jnp.int32), axis=1), axis=1)
+    return jnp.where(rows.length > 0, 1 + drafts, 0)
 
 
 def _argmax(values: Float[Array, "R local"]) -> Int32[Array, R]:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hybrid_kv.runtime.sampler import SamplingInputs, sample
+from hybrid_kv.runtime.sampler import SamplingInputs, of_tokens, sample, standing
 from hybrid_kv.sharding import TENSOR, MeshSpec
+from pallas_kernels.rows import RaggedRows
 
 ROWS, VOCABULARY = 64, 96
 
@@ -86,3 +87,21 @@ def test_frequencies_follow_the_softmax():
 def test_greedy_rows_beside_drawn_ones_stay_greedy(logits):
     inputs = _inputs(top_k=10)._replace(temperature=np.where(np.arange(ROWS) % 2, 0.0, 1.0).astype(np.float32))
     np.testing.assert_array_equal(_draw(logits, inputs)[1::2], logits.argmax(1)[1::2])
+
+
+def test_drafts_stand_up_to_the_first_that_was_not_drawn():
+    length = np.array([4, 4, 3, 1, 0, 4], np.int32)
+    rows = RaggedRows(np.cumsum(length).astype(np.int32) - length, length, length * 0 + 10)
+    given = np.array([5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 9, 5, 6, 7, 8])
+    drawn = np.array([6, 7, 8, 1, 6, 1, 8, 1, 6, 7, 1, 3, 1, 7, 8, 1])
+    np.testing.assert_array_equal(standing(jnp.asarray(given), jnp.asarray(drawn), rows, 4), [4, 2, 3, 1, 0, 1])
+
+
+def test_draws_behind_drafts_are_those_of_plain_steps(logits):
+    """A token's draw has the seed of its row and its own position."""
+    length = np.array([3, 1, 0, 2], np.int32)
+    rows = RaggedRows(np.cumsum(length).astype(np.int32) - length, length, np.array([7, 20, 0, 4], np.int32))
+    inputs = _inputs(rows=4, seed=0)._replace(seed=np.array([1, 2, 3, 4], np.int32))
+    each = of_tokens(inputs, rows, 6)
+    np.testing.assert_array_equal(each.seed, [1, 1, 1, 2, 4, 4])
+    np.testing.assert_array_equal(each.position, [8, 9, 10, 21, 5, 6])
