@@ -99,9 +99,9 @@ def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_l
 def compiled_verify(layout: StepLayout, packing: Packing, most: int) -> Any:
     """The jitted step (params, caches, flat) -> (tokens, accepted, caches) of rows that carry drafts.
 
-    A row has its last token and up to `most` - 1 drafts. tokens: what follows each packed token. accepted: [R] how many
-    tokens of each row stand, its first one and the drafts that plain decoding would have drawn as well; the state of the
-    row is the one after them, and the last token that stands is followed by `tokens` there.
+    A row has its last token and up to `most` - 1 drafts. tokens: what follows each packed token. accepted: [R] how
+    many tokens of each row stand, its first one and the drafts that plain decoding would have drawn as well; the state
+    of the row is the one after them, and what follows the last of them is the row's next token.
     """
 
     def local(params, caches: Caches, flat):
