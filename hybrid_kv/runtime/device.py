@@ -29,6 +29,11 @@ from hybrid_kv.sharding import ShardingMap
 from pallas_kernels.paged.api import copy_blocks
 
 
+# Arrays come to a program in tiles of 8 rows. For products XLA prefers 16 rows of 16 bits on tpu7x, and would write
+# every stack of weights anew in each step.
+_TPU_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
+
+
 class Packing(NamedTuple):
     """How a pytree of int32 and float32 arrays lies in one int32 vector."""
 
@@ -140,9 +145,11 @@ def _jitted(layout: StepLayout, local: Any, results: tuple[P, ...]) -> Any:
         check_vma=False,
     )
     pools = pool_formats(layout)
+    on_tpu = "tpu" in (layout.how.kernels, jax.default_backend())
     return jax.jit(
         spread,
         donate_argnums=1,
+        compiler_options=_TPU_OPTIONS if on_tpu else None,
         in_shardings=({name: on(spec) for name, spec in weights.items()}, pools, on(P(DATA))),
         out_shardings=(*map(on, results), pools),
     )
