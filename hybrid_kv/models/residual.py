@@ -99,14 +99,18 @@ def attention_mix(
 ) -> Float[Array, "T D"]:
     """Softmax mix of the first `seen` blocks of the bank and the running sum; all in fp32, rounded once."""
     row = norm.astype(jnp.float32) * proj.astype(jnp.float32)
-    sources = jnp.concatenate([stream.bank, stream.total[None]]).astype(jnp.float32)
-    scale = jax.lax.rsqrt(steady_sum(sources * sources) / sources.shape[-1] + eps)
-    logits = steady_sum(sources * scale * row)  # [B + 1, T, 1]
-    place = jnp.arange(len(sources))
-    visible = (place < seen) | (place == len(stream.bank))
-    logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
+
+    def scores(sources: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+        scale = jax.lax.rsqrt(steady_sum(sources * sources) / sources.shape[-1] + eps)
+        return steady_sum(sources * scale * row)
+
+    # The bank is large and is not copied: it and the sum meet only as weights and as mixes.
+    bank, total = stream.bank.astype(jnp.float32), stream.total.astype(jnp.float32)
+    visible = jnp.arange(len(bank))[:, None, None] < seen
+    logits = jnp.concatenate([jnp.where(visible, scores(bank), -jnp.inf), scores(total)[None]])
     weights = jnp.exp(logits - jnp.max(logits, axis=0))
-    mix = steady_sum(weights / steady_sum(weights, axis=0) * sources, axis=0)[0]
+    weights = weights / steady_sum(weights, axis=0)
+    mix = steady_sum(weights[:-1] * bank, axis=0)[0] + weights[-1] * total
     return mix.astype(stream.total.dtype)
 
 

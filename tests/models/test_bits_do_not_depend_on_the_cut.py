@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hybrid_kv.models.checkpoint_io import load, load_config
+from hybrid_kv.models.make_tiny import make_tiny
 from tests.models.harness import CHECKPOINT, Runner, mesh_of
 
 LENGTH = 330  # more than one group of keys of the attention reference
@@ -85,3 +86,27 @@ def test_resuming_from_a_saved_state_at_any_offset(mesh):
         rest = [prompts()[0][:5], [], [], prompts()[3][at:]]
         logits = run.run(run.batch(rest, [0, 0, 0, at], pad_to=512, fresh=[0, 0, 0, saved]))
         np.testing.assert_array_equal(logits[5 : 5 + LENGTH - at], alone(mesh, 3)[at:])
+
+
+def test_k3_in_pieces_in_company_and_decoded(tmp_path):
+    make_tiny(tmp_path, "tiny-k3", seed=0)
+    config, mesh = load_config(tmp_path), mesh_of(2, 2)
+    run = Runner(config, load(tmp_path, config, mesh, jnp.float32), mesh, rows=4)
+    texts = [prompt[:90] for prompt in prompts()]
+    whole = [run.run(run.batch([p if i == row else [] for i, p in enumerate(texts)], [0] * 4, pad_to=128))[:90]
+             for row in range(4)]  # fmt: skip
+    for begin in range(0, 80, 20):
+        # Row i is i tokens ahead of row 0, so each is cut somewhere else.
+        start = [begin + i if begin else 0 for i in range(4)]
+        pieces = [p[start[i] : begin + 20 + i] for i, p in enumerate(texts)]
+        logits = run.run(run.batch(pieces, start, pad_to=128))
+        ends = np.cumsum([len(piece) for piece in pieces])
+        for i, end in enumerate(ends):
+            np.testing.assert_array_equal(
+                logits[end - len(pieces[i]) : end], whole[i][start[i] : start[i] + len(pieces[i])]
+            )
+    for at in range(80, 87):
+        batch = run.batch([[p[at + i]] for i, p in enumerate(texts)], [at + i for i in range(4)], pad_to=4)
+        logits = run.run(batch, decode_only=True)
+        for i in range(4):
+            np.testing.assert_array_equal(logits[i], whole[i][at + i])

@@ -10,6 +10,8 @@ from hybrid_kv.errors import UserError
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.parameters import check_mesh, inventory, partition_specs
 from hybrid_kv.models.published import named
+from hybrid_kv.planning.published import kimi_k3, kimi_linear
+from hybrid_kv.runtime.describe import cache_shape
 
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 SITES = {"self_attention_res_norm", "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj"}
@@ -87,6 +89,11 @@ def test_parameters_add_up_to_the_published_size(name, billions, outside_experts
     if outside_experts:
         outside = sum(size for path, size in sizes.items() if not path.startswith("moe.expert_"))
         assert round(outside / 1e9, 2) == outside_experts
+
+
+@pytest.mark.parametrize(("name", "layers"), [("kimi-linear-48b", kimi_linear), ("kimi-k3", kimi_k3)])
+def test_the_planner_knows_the_same_cache_layers(name, layers):
+    assert sorted(cache_shape(config_of(name), "bfloat16").layers(), key=lambda layer: layer.index) == list(layers())
 
 
 def test_k3_divides_over_32_devices_and_its_experts_over_more():

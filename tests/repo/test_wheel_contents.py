@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_kv.models.published import NAMES
+
 
 @pytest.fixture(scope="module")
 def wheel(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
@@ -36,6 +38,11 @@ def test_every_module_is_in_the_wheel_and_nothing_else(wheel: zipfile.ZipFile, r
         for path in (repo_root / package).rglob("*.py")
     }
     assert {name for name in packed if name.endswith(".py")} == modules
+
+
+def test_configurations_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    for name in NAMES:
+        assert f"hybrid_kv/models/configs/{name}.json" in wheel.namelist()
 
 
 def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
