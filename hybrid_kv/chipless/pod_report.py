@@ -142,10 +142,16 @@ def _kind(operation: module.Operation) -> str:
 
 def beyond(message: str) -> float:
     """Bytes by which a program exceeds the device, from the compiler's refusal; infinite if it does not say."""
-    found = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT]?)", message)
-    if not found:
-        return float("inf")
-    return float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")
+    size = r"([\d.]+)([KMGT]?)"
+    found = re.search(rf"Exceeded hbm capacity by {size}", message)
+    if found:
+        return _bytes(found[1], found[2])
+    found = re.search(rf"\({size}\) exceeds available HBM \({size}\)", message)
+    return _bytes(found[1], found[2]) - _bytes(found[3], found[4]) if found else float("inf")
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number.rstrip(".")) * 1024 ** " KMGT".index(unit or " ")
 
 
 def capacity(setting: Setting, plan: CachePlan, hbm: float) -> Capacity:

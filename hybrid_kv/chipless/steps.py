@@ -73,7 +73,17 @@ class Setting:
             rows_per_rank=self.rows_per_rank, hash_unit=self.rows_per_rank, state_slots=self.slots,
             attention_blocks=self.blocks,
         )  # fmt: skip
-        return plan_cache(cache_shape(self.model, self.dtype), options, self.mesh, kernels)
+        plan = plan_cache(cache_shape(self.model, self.dtype), options, self.mesh, kernels)
+        if not plan.forms.planes:
+            fix = (
+                "kernels take pages of a multiple of 16 rows, of a latent in multiples of 128 and a position key of 64"
+            )
+            raise UserError("rows_per_rank", self.rows_per_rank, fix)
+        if not plan.forms.columns:
+            raise UserError(
+                "mesh", str(self.mesh), "kernels take heads in multiples of 128 convolution channels a device"
+            )
+        return plan
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from hybrid_kv.runtime.sampler import of_tokens, sample, standing
 from hybrid_kv.sharding import ShardingMap
 from pallas_kernels.paged.api import copy_blocks
 
-
 # Arrays come to a program in tiles of 8 rows. For products XLA prefers 16 rows of 16 bits on tpu7x, and would write
 # every stack of weights anew in each step.
 _TPU_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}

@@ -1,0 +1,92 @@
+"""What a step has to do at least, and which meshes of a slice a model fits."""
+
+import dataclasses
+
+import pytest
+
+from hybrid_kv.chipless.command import model_of
+from hybrid_kv.chipless.fit import fit, fit_table
+from hybrid_kv.chipless.pod_report import capacity
+from hybrid_kv.chipless.pods import DEVICES, pod
+from hybrid_kv.chipless.steps import Setting
+from hybrid_kv.chipless.work import ring, work_of
+from hybrid_kv.errors import UserError
+from hybrid_kv.models.axes import DATA, TENSOR
+from hybrid_kv.sharding import MeshSpec
+
+LINEAR, K3 = model_of("kimi-linear-48b"), model_of("kimi-k3")
+V6E, TPU7X = DEVICES["v6e"], DEVICES["tpu7x"]
+
+
+def _work(setting, kind="decode"):
+    return work_of(setting, kind, setting.plan("tpu"))
+
+
+def test_bytes_and_products_of_a_decode_step():
+    """64 rows at 131,072 tokens on 16 devices: figures by hand, weights from the published count."""
+    work = _work(Setting(LINEAR, MeshSpec(model=4, dcp=4)))
+    assert work.rows == 64 * 131_072 * 7 * 1152 / 4
+    assert work.states == 2 * 64 * 20 * 32 * 128 * 128 * 4 / 16
+    # All of 49.12 B parameters but the table, over 16, and what is replicated; 13 % of the experts stay unchosen.
+    assert 0.8 * 49.12e9 * 2 / 16 < work.weights < 1.05 * 49.12e9 * 2 / 16
+    assert work.macs == pytest.approx(64 * (3.1e9 + 7 * 131_072 * 32 * 1088) / 16, rel=0.1)
+
+
+def test_bytes_on_the_wire_of_a_decode_step():
+    work = _work(Setting(LINEAR, MeshSpec(model=4, dcp=4)))
+    stream = 2 * ring(64 * 2304 * 2, 16)
+    assert work.wire["kda"] == work.wire["moe"] == stream
+    queries = ring(64 * 8 * 576 * 2, 4) + ring(4 * 64 * 8 * 4, 4) + ring(64 * 8 * 512 * 2, 4)
+    assert work.wire["mla"] == stream + queries
+    assert work.sent == 20 * stream + 7 * (stream + queries) + stream + 26 * stream + stream
+
+
+def test_a_prefill_moves_the_context_and_not_the_queries():
+    work = _work(Setting(LINEAR, MeshSpec(model=4, dcp=4), tokens=8192), "prefill")
+    assert work.wire["mla"] == 2 * ring(8192 * 2304 * 2, 16) + ring(8192 * 576 * 2, 4)
+
+
+def test_striped_rows_hold_eight_times_the_tokens_of_replicated_ones():
+    """DCP 8 against the latent rows replicated over the same 8 devices."""
+    striped, replicated = (
+        capacity(s, s.plan("tpu"), TPU7X.hbm)
+        for s in (Setting(LINEAR, MeshSpec(dcp=8), rows=32), Setting(LINEAR, MeshSpec(model=8), rows=32))
+    )
+    assert striped.context * 32 / (replicated.context * 32) >= 7.9
+
+
+def test_the_fastest_mesh_that_fits_comes_first():
+    found = fit(Setting(LINEAR, MeshSpec()), V6E, 16)
+    assert found[0].setting.mesh == MeshSpec(dcp=16)
+    fitting = [c for c in found if not c.over]
+    assert found[: len(fitting)] == fitting
+    assert [c.rate for c in fitting] == sorted((c.rate for c in fitting), reverse=True)
+    assert all(c.held < V6E.hbm for c in fitting)
+    assert "dcp=16" in fit_table(found).splitlines()[2]
+
+
+def test_k3_needs_experts_over_the_whole_mesh_where_heads_do_not_divide_it():
+    found = fit(Setting(K3, MeshSpec()), TPU7X, 128)
+    fitting = {c.setting.model.expert_axes for c in found if not c.over}
+    assert fitting == {(DATA, *TENSOR)}
+    assert all(c.setting.mesh.tensor <= 32 for c in found)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"mesh": MeshSpec(model=3)}, "multiple of model [*] dcp = 3"),
+    ({"rows_per_rank": 65}, "rows_per_rank: got 65; kernels take pages of a multiple of 16 rows"),
+    ({"context": 2_000_000}, "max_context: got 2000000"),
+])  # fmt: skip
+def test_settings_that_cannot_work_are_refused_before_anything_is_compiled(change, words):
+    with pytest.raises(UserError, match=words):
+        dataclasses.replace(Setting(LINEAR, MeshSpec(dcp=8)), **change).plan("tpu")
+
+
+def test_a_slice_of_an_unknown_chip_is_refused():
+    with pytest.raises(UserError, match="topology: got 'v9:2x2'; write chip and shape"):
+        pod("v9:2x2")
+
+
+def test_no_mesh_is_a_refusal():
+    with pytest.raises(UserError):
+        fit(Setting(LINEAR, MeshSpec(), rows=1), V6E, 7)
