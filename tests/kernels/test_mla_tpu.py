@@ -5,6 +5,7 @@ Few programs, many batches: every shape is compiled once and run over random row
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,12 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels.mla import merge_lse, mla_attention
 from pallas_kernels.mla.pages import pool_shape
 from pallas_kernels.mla.tpu import attention
+from pallas_kernels.mla.tpu import tiles as tiles_of
 from pallas_kernels.mla.tpu.blocks import blocks_of
 from pallas_kernels.mla.tpu.tiles import Tiles, vmem_bytes
 from pallas_kernels.mla.visible import Visible, visible
 from pallas_kernels.rows import RaggedRows
+from pallas_kernels.vmem import SMALLEST_VMEM
 from tests.kernels import mla_oracle as oracle
 from tests.kernels import tpu
 from tests.kernels.races import races_found
@@ -99,6 +102,20 @@ KINDS = {
     "large-pages-latent-512": (Kind(n=256, heads=64, latent=512, tiles=Tiles(2, 128, 1)), 15),
     "mixed": (Kind(n=64, query_tile=64), 15),
     "window-and-cap": (Kind(n=32, query_tile=2, sees=Visible(True, 50, 3.0)), 15),
+    "staggered": (Kind(n=32, heads=12, query_tile=4, tiles=Tiles(3, 128, 1, 1, staggered=True)), 15),
+    "staggered-wide-fp8": (
+        Kind(
+            E4M3,
+            n=64,
+            heads=32,
+            latent=512,
+            query_tile=2,
+            cache_scale=0.5,
+            sees=Visible(True, 90, 3.0),
+            tiles=Tiles(2, 128, 1, 2, staggered=True),
+        ),
+        10,
+    ),
     "drafts": (Kind(n=32, query_tile=4, heads=96, sees=Visible(False)), 10),
     "many-heads": (Kind(n=128, heads=128, tiles=Tiles(3, 128, 3, 0)), 10),
 }
@@ -181,7 +198,12 @@ def test_slack_between_rows_is_cleared():
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind(n=32, tiles=Tiles(2, 64, 1, 1)), Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0))]
+    "kind",
+    [
+        Kind(n=32, tiles=Tiles(2, 64, 1, 1)),
+        Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0)),
+        Kind(n=32, query_tile=2, tiles=Tiles(2, 64, 1, 1, staggered=True)),
+    ],
 )
 def test_no_races_no_uninitialised_memory_and_nothing_out_of_bounds(kind):
     given = kind.case([1, 1, 0, 1, 1], [70, 3, 0, 100, 31], 1)
@@ -234,6 +256,18 @@ def test_what_does_not_fit_is_refused_with_figures():
         run(BF16)
     with pytest.raises(ValueError, match="got float32 pages"):
         run(jnp.float32)
+
+
+@pytest.mark.parametrize("heads", [12, 64, 96, 128])
+@pytest.mark.parametrize("generation", [5, 6, 7])
+def test_chosen_tiles_fit_the_smallest_chip_and_many_rows_go_one_behind_the_other(monkeypatch, heads, generation):
+    padded = -(-heads // 16) * 16
+    monkeypatch.setattr(tiles_of, "generation", lambda: generation)
+    monkeypatch.setattr(tiles_of, "_vmem", lambda: SMALLEST_VMEM * 7 // 8)
+    for queries, dtype, n in itertools.product((1, 2, 4, 8), (BF16, E4M3), (16, 64, 256)):
+        tiles, blocks = tiles_of.choose_tiles(padded, queries, 512, n, jnp.dtype(dtype))
+        assert tiles.staggered == (padded * queries > 128)
+        assert vmem_bytes(tiles, blocks, padded, queries, 512, jnp.dtype(dtype).itemsize) <= SMALLEST_VMEM
 
 
 # heads, page, type, tokens of a row, query tile, layers and blocks of a pool that may be beyond 2^31 elements

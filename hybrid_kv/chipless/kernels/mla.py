@@ -34,6 +34,8 @@ def _attention(
     shards: int = 1,
     tiles: Tiles | None = None,
     query_tile: int | None = None,
+    layers: int = LAYERS,
+    lse: bool = True,
 ) -> Problem:
     """Rows of `tokens` new tokens at the end of sequences of `lengths` tokens; a stripe of one of `shards` ranks."""
     lengths = ragged_lengths() if lengths is None else lengths
@@ -46,7 +48,7 @@ def _attention(
         table[row, :count] = ids[at : at + count]
     each = np.arange(rows, dtype=np.int32)
     ragged = RaggedRows(*(jnp.asarray(a, jnp.int32) for a in (each * tokens, each * 0 + tokens, lengths - tokens)))
-    pool = jax.ShapeDtypeStruct((LAYERS, int(needed.sum()) + 1, page * (LATENT + POSITION) // 128, 128), dtype)
+    pool = jax.ShapeDtypeStruct((layers, int(needed.sum()) + 1, page * (LATENT + POSITION) // 128, 128), dtype)
     q = jax.ShapeDtypeStruct((rows * tokens, heads, LATENT), BF16)
     rope = jax.ShapeDtypeStruct((rows * tokens, heads, POSITION), BF16)
 
@@ -54,14 +56,14 @@ def _attention(
         q, pool = (pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in (q, pool))
         return mla_attention(
             q, rope, pool, layer, ragged, table, scale=SCALE, shards=shards, rank=0, interleave=1,
-            query_tile=query_tile or tokens, visible=Visible(), tiles=tiles,
+            query_tile=query_tile or tokens, visible=Visible(), tiles=tiles, returns_lse=lse,
         )  # fmt: skip
 
     keys = int(np.sum(lengths)) // shards
     size = jnp.dtype(dtype).itemsize
     moved = keys * (LATENT + POSITION) * size + rows * tokens * heads * (2 * LATENT + POSITION) * 2
     return Problem(
-        run, (q, rope, pool, np.int32(LAYER), ragged, table), hbm_bytes=float(moved),
+        run, (q, rope, pool, np.int32(min(LAYER, layers - 1)), ragged, table), hbm_bytes=float(moved),
         macs=float(keys * heads * tokens * (2 * LATENT + POSITION)), per=(keys, "key"),
     )  # fmt: skip
 
@@ -86,7 +88,21 @@ CASES = (
     *(case for heads in (12, 32, 96, 128) for case in _each(f"decode-{heads}-heads", heads=heads)),
     *_each("decode-8-times-as-long", lengths=_LONG),
     *_each("decode-stripe-of-8", lengths=_LONG, shards=8),
-    *(case for tokens in (2, 4, 8) for case in _each(f"verify-{tokens}", tokens=tokens)),
+    *(
+        case
+        for thousands, rows in ((32, 128), (128, 32), (1024, 8))
+        for name, shards in (("", 1), ("-stripe-of-8", 8))
+        for case in _each(
+            f"decode-{thousands}k{name}", lengths=np.full(rows, thousands << 10), shards=shards, layers=1
+        )
+    ),
+    *_each("decode-without-lse", lse=False),
+    limited(
+        "verify-4-bf16", _part(_attention, tokens=4), {"v6e": (1_040_000, 11_800), "tpu7x": (1_080_000, 11_400)}
+    ),
+    limited("verify-4-b11", _part(_attention, tokens=4, dtype=B11), {"v6e": (1_010_000, 11_600)}),
+    limited("verify-4-e4m3", _part(_attention, tokens=4, dtype=E4M3), {"tpu7x": (1_060_000, 11_900)}),
+    *(case for tokens in (2, 8) for case in _each(f"verify-{tokens}", tokens=tokens)),
     *_each("verify-4-32-heads", tokens=4, heads=32),
     *_each("chunk-16", tokens=16, query_tile=64, lengths=ragged_lengths(16)),
     *(

@@ -21,8 +21,8 @@ from pallas_kernels.rows import RaggedRows, max_tiles
 
 # Columns of the block table in scalar memory for each lane, twice.
 _WINDOW = 1024
-# Tokens of a unit of long rows, and rows of its products.
-_QUERIES, _MOST_ROWS = 16, 1024
+# Tokens of a unit of long rows, and rows of its products: more make code too long and gain nothing.
+_QUERIES, _MOST_ROWS = 16, 512
 
 
 def _words(blocks: Blocks, place: Int32[Array, "parts keys"], pack: int) -> Int32[Array, "parts 3 pack words 128"]:
@@ -56,7 +56,7 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
     scratch = [
         pltpu.VMEM((BUFFERS, lanes * blocks.pages * blocks.groups, blocks.piece, LANES), cache.dtype),
         pltpu.VMEM((lanes, BUFFERS, queries, shape.heads, shape.latent), query.dtype),
-        pltpu.VMEM((lanes, BUFFERS, 2, queries, shape.heads, LANES), query.dtype),
+        pltpu.VMEM((lanes, BUFFERS, queries, 2, shape.heads, LANES), query.dtype),
         pltpu.VMEM((3 * lanes, rows, shape.latent), jnp.float32),
         pltpu.VMEM((3 * lanes, rows, LANES), jnp.float32),
         pltpu.VMEM((3 * lanes, rows, LANES), jnp.float32),
@@ -118,6 +118,7 @@ def mla_attention(
     visible: Visible,
     cache_scale: Float[Array, ""] | float | None = None,
     tiles: Tiles | None = None,
+    returns_lse: bool = True,
     interpret: Any = False,
     name: str = "mla_attention",
 ) -> tuple[Float[Array, "T N L"], Float[Array, "T N"]]:
@@ -125,6 +126,7 @@ def mla_attention(
 
     Args:
       tiles: of the launch for rows of up to `query_tile` tokens; None chooses.
+      returns_lse: False leaves the LSE of all but slack undefined, to measure what it costs.
       interpret: as of `pl.pallas_call`.
     """
     count, heads, latent = q_latent.shape
@@ -154,7 +156,7 @@ def mla_attention(
     lead = jnp.min(jnp.where(rows.length > 0, rows.offset, count))
     run = functools.partial(
         _class, query, tail, pool, table, out_scale, rows, layer, page_rows=page_rows, pages=cache.shape[1],
-        shards=shards, rank=rank, interleave=interleave, visible=visible, interpret=interpret,
+        shards=shards, rank=rank, interleave=interleave, visible=visible, lse=returns_lse, interpret=interpret,
     )  # fmt: skip
     if query_tile <= 8:
         here = rows.length > 0
@@ -174,7 +176,7 @@ def mla_attention(
 
 def _class(
     query, tail, pool, table, out_scale, rows, layer, here, lead, earlier, *, page_rows, pages, shards, rank,
-    interleave, visible, interpret, queries, most, tiles, name,
+    interleave, visible, lse, interpret, queries, most, tiles, name,
 ):  # fmt: skip
     """The launch for the rows that are `here`."""
     count, heads, latent = query.shape
@@ -190,7 +192,7 @@ def _class(
     shape = Shape(
         lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards,
         visible=visible, groups=tiles.groups, window=window, splits=windows > 1 or blocks.parts > 1,
-        slots=tiles.slots,
+        slots=tiles.slots, staggered=tiles.staggered, lse=lse,
     )  # fmt: skip
     null = jnp.asarray(layer, jnp.int32) * pages
     units = units_of(rows, here, count, queries, most, blocks, table, shards, visible)
@@ -208,6 +210,8 @@ def _class(
     if not interpret:
         # Small as it is, the compiler would else move it into vector memory first.
         ids = pltpu.with_memory_space_constraint(ids, pltpu.HBM)
+        if queries > 1:  # and copies of as many tokens as a unit has, out of vector memory, are loops
+            tail = pltpu.with_memory_space_constraint(tail, pltpu.HBM)
     place = positions(blocks, shards, rank, interleave)
     return _launch(
         query, tail, pool, ids, out_scale, work, place, earlier, shape=shape, vmem=vmem,

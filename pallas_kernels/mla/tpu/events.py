@@ -64,8 +64,8 @@ class Changes(Outputs):
         place = following_place(self.lanes.asked[lane], BUFFERS)
         self.lanes.asked[lane] = place
 
-        def ask(t):
-            for copy in self.query(lane, place, token + t, t):
+        def ask(t, n):
+            for copy in self.query(lane, place, token + t, t, n):
                 copy.start()
 
         self.each(count, ask)
@@ -91,8 +91,8 @@ class Changes(Outputs):
 
         place = self.lanes.query[lane]
 
-        def wait(t):
-            for copy in self.query(lane, place, 0, 0):
+        def wait(t, n):
+            for copy in self.query(lane, place, 0, 0, n):
                 copy.wait()
 
         self.reset(2 * lane + 1 - (acc & 1))
@@ -111,10 +111,11 @@ class Changes(Outputs):
         state.acc[lane] = 2 * lane + 1 - (acc & 1)
         state.query[lane] = following_place(state.query[lane], BUFFERS)
 
-    def query(self, lane, place, token, t) -> tuple[Any, Any]:
-        """Copies of a token's query."""
+    def query(self, lane, place, token, t, count) -> tuple[Any, Any]:
+        """Copies of the queries of `count` tokens, to those of a unit from the t-th on."""
         refs, sem = self.refs, self.refs.asked.at[lane, place]
+        source, target = pl.ds(token, count), pl.ds(t, count)
         return (
-            pltpu.make_async_copy(refs.query.at[token], refs.queries.at[lane, place, t], sem),
-            pltpu.make_async_copy(refs.tail.at[token], refs.tails.at[lane, place, :, t], sem),
+            pltpu.make_async_copy(refs.query.at[source], refs.queries.at[lane, place, target], sem),
+            pltpu.make_async_copy(refs.tail.at[source], refs.tails.at[lane, place, target], sem),
         )

@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.copies import Copies
 from pallas_kernels.mla.tpu.events import Changes
-from pallas_kernels.mla.tpu.products import Products
+from pallas_kernels.mla.tpu.staggered import Staggered
 from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Refs, Shape
 
 
-class Kernel(Changes, Copies, Products):
+class Kernel(Changes, Copies, Staggered):
     """The order of things."""
 
     def prepare(self) -> None:

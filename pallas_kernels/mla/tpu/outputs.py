@@ -109,6 +109,8 @@ class Outputs(Work):
         heads = shape.heads
         for t in range(shape.queries):
             refs.stage[stage, t] = out[t * heads : (t + 1) * heads].astype(refs.stage.dtype)
+            if not shape.lse:
+                continue
             for i, first in enumerate(range(0, heads, LANES)):
                 refs.stage_lse[stage, t, i : i + 1] = _along_lanes(
                     lse[t * heads + first : t * heads + min(first + LANES, heads)]
@@ -117,8 +119,8 @@ class Outputs(Work):
     def send(self, stage, turn, token, count, gap) -> None:
         """A stage to the unit's tokens, and zeros to the slack behind them."""
 
-        def one(t):
-            for copy in self._leave(stage, turn, t, token + t):
+        def one(t, n):
+            for copy in self._leave(stage, turn, t, token + t, n):
                 copy.start()
 
         self.each(count, one)
@@ -139,18 +141,20 @@ class Outputs(Work):
         ended[0] = 0
         ended[1] = 1 - turn
 
-    def _leave(self, stage, turn, t, token):
+    def _leave(self, stage, turn, t, token, count):
         refs, sem = self.refs, self.refs.left.at[turn]
-        return (
-            pltpu.make_async_copy(refs.stage.at[stage, t], refs.out.at[token], sem),
-            pltpu.make_async_copy(refs.stage_lse.at[stage, t], refs.lse.at[token], sem),
+        source, target = pl.ds(t, count), pl.ds(token, count)
+        copies = (
+            pltpu.make_async_copy(refs.stage.at[stage, source], refs.out.at[target], sem),
+            pltpu.make_async_copy(refs.stage_lse.at[stage, source], refs.lse.at[target], sem),
         )
+        return copies if self.shape.lse else copies[:1]
 
     def drain(self, turn) -> None:
         """Waits until the stages of a turn have been copied out."""
 
         def wait(t, carry):
-            for copy in self._leave(0, turn, 0, 0):
+            for copy in self._leave(0, turn, 0, 0, 1):
                 copy.wait()
             return carry
 

@@ -44,7 +44,7 @@ class Products(Work):
         for lane in parts[-1]:
             self.values(slot, lane, *weights.pop(lane))
 
-    def _rows(self, x):
+    def rows(self, x) -> Any:
         """Rows as they enter products; the interpreter of some platforms has no mixed ones."""
         return x.astype(jnp.bfloat16) if self.interpreted else x
 
@@ -56,7 +56,7 @@ class Products(Work):
             places = [self.place(lane, i, 2 * plane + half) for half in range(2) for i in range(blocks.pages)]
             halves = [refs.buffer[slot, place] for place in places]
             planes.append(jnp.concatenate(halves, axis=0))
-        return self._rows(jnp.concatenate(planes, axis=1))
+        return self.rows(jnp.concatenate(planes, axis=1))
 
     def scores(self, slot, lane) -> jax.Array:
         """[Q N, keys] scores in base 2, unseen keys far below."""
@@ -64,39 +64,45 @@ class Products(Work):
         rows, blocks = shape.rows, shape.blocks
         place = state.query[lane]
         query = refs.queries[lane, place].reshape(rows, shape.latent)
-        tail = refs.tails[lane, place].reshape(2 * rows, LANES)
+        tail = jnp.concatenate([refs.tails[lane, place, :, half].reshape(rows, LANES) for half in range(2)], axis=0)
         pages = [refs.buffer[slot, self.place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
         tails = jnp.concatenate(pages, axis=0)
-        score = _dot(query, self._latent(slot, lane), 1)
-        both = _dot(tail, self._rows(tails), 1)
+        score = dot(query, self._latent(slot, lane), 1)
+        both = dot(tail, self.rows(tails), 1)
         score += jnp.concatenate([both[:rows], both[rows:]], axis=1)
-        if shape.visible.soft_cap is not None:
-            score = jnp.tanh(score) * (shape.visible.soft_cap * math.log2(math.e))
-        return score + self._bias(lane)
+        score = self.capped(score)
+        bias = [jnp.broadcast_to(b, (shape.heads, b.shape[1])) for b in self.biases(lane)]
+        return score + (jnp.concatenate(bias, axis=0) if shape.queries > 1 else bias[0])
 
-    def _bias(self, lane):
-        """0 for keys that are seen, [1, keys] or [Q N, keys]."""
+    def capped(self, score) -> jax.Array:
+        """Scores in base 2, with the soft cap if there is one."""
+        cap = self.shape.visible.soft_cap
+        return score if cap is None else jnp.tanh(score) * (cap * math.log2(math.e))
+
+    def biases(self, lane) -> list[jax.Array]:
+        """[1, keys] for each token of a unit: 0 for keys that it sees, far below for others. The lane goes on."""
         refs, shape, state = self.refs, self.shape, self.lanes
         visible = shape.visible
         first, part = self.split(state.block[lane])
         state.block[lane] += 1
         place = refs.place[part] + refs.hidden[lane]
-        own = state.position[lane] - first * shape.page
-        if shape.queries > 1:
-            own += jax.lax.broadcasted_iota(jnp.int32, (shape.rows, 1), 0) // shape.heads
-        seen = place <= own if visible.causal else place < state.end[lane] - first * shape.page
-        if visible.window is not None:
-            seen &= place > own - visible.window
-        return jnp.where(seen, 0.0, UNSEEN)
+        found = []
+        for token in range(shape.queries):
+            own = state.position[lane] - first * shape.page + token
+            seen = place <= own if visible.causal else place < state.end[lane] - first * shape.page
+            if visible.window is not None:
+                seen &= place > own - visible.window
+            found.append(jnp.where(seen, 0.0, UNSEEN))
+        return found
 
-    def weigh(self, lane, score) -> tuple[jax.Array, jax.Array]:
-        """Weights of the block in bf16 and the factor of what was before; updates maximum and sum.
+    def weigh(self, lane, score, rows=slice(None)) -> tuple[jax.Array, jax.Array]:
+        """Weights of the block in bf16 and the factor of what was before, for some rows; updates maximum and sum.
 
         Maximum, sum and factor lie in all 128 lanes, since a column would have to be spread for each use.
         """
-        refs, acc = self.refs, self.lanes.acc[lane]
+        refs, at = self.refs, (self.lanes.acc[lane], rows)
         keys = score.shape[1]
-        old = refs.top[acc]
+        old = refs.top[at]
         top = jnp.maximum(old, jnp.max(score, axis=1, keepdims=True))
         fade = jnp.exp2(old - top)
         weight = jnp.exp2(score - wide(top, keys))
@@ -104,16 +110,16 @@ class Products(Work):
             share = jnp.sum(weight, axis=1, keepdims=True) * (1 / LANES)
         else:
             share = functools.reduce(jnp.add, [weight[:, i : i + LANES] for i in range(0, keys, LANES)])
-        refs.total[acc] = refs.total[acc] * fade + share
-        refs.top[acc] = top
+        refs.total[at] = refs.total[at] * fade + share
+        refs.top[at] = top
         return weight.astype(jnp.bfloat16), fade
 
     def values(self, slot, lane, weight, fade) -> None:
         """Adds the weighted latents."""
         refs, acc = self.refs, self.lanes.acc[lane]
-        refs.acc[acc] = refs.acc[acc] * wide(fade, self.shape.latent) + _dot(weight, self._latent(slot, lane), 0)
+        refs.acc[acc] = refs.acc[acc] * wide(fade, self.shape.latent) + dot(weight, self._latent(slot, lane), 0)
 
 
-def _dot(a, b, axis):
+def dot(a, b, axis) -> jax.Array:
     """a [m, k] with b [n, k] (axis 1) or [k, n] (axis 0), in fp32."""
     return jax.lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)

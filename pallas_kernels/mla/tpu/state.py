@@ -30,6 +30,8 @@ class Shape:
       window: columns of the block table held for a lane.
       splits: whether a lane may be told something in the middle of a unit.
       slots: units that can be finished beside the products of the next step; more at once are finished on their own.
+      staggered: lanes go through the stages one behind the other (`staggered`).
+      lse: whether it is returned; without it what that costs can be measured.
     """
 
     lanes: int
@@ -43,6 +45,8 @@ class Shape:
     window: int
     splits: bool
     slots: int
+    staggered: bool
+    lse: bool
 
     @property
     def rows(self) -> int:
@@ -104,7 +108,7 @@ class Refs(NamedTuple):
     lse: Any  # HBM [T, N' / 128, 128]
     buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]
     queries: Any  # VMEM [lanes, BUFFERS, Q, N, L]
-    tails: Any  # VMEM [lanes, BUFFERS, 2, Q, N, 128]
+    tails: Any  # VMEM [lanes, BUFFERS, Q, 2, N, 128]
     acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes keep of units
     top: Any  # VMEM [3 lanes, Q N, 128] fp32
     total: Any  # VMEM [3 lanes, Q N, 128] fp32
@@ -140,13 +144,13 @@ class Work:
         self.columns = refs.table.shape[2]
 
     def each(self, count, body) -> None:
-        """body(t) for the tokens of a unit, of which there is one at least."""
-        if self.shape.queries == 1:
-            body(0)
+        """body(t, n) for the tokens of a unit, at least one: n from the t-th on. An interpreter takes one at a time."""
+        if self.shape.queries == 1 or not self.interpreted:
+            body(0, 1 if self.shape.queries == 1 else count)
             return
 
         def one(t, carry):
-            body(t)
+            body(t, 1)
             return carry
 
         jax.lax.fori_loop(0, count, one, None)

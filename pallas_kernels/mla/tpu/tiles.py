@@ -19,25 +19,34 @@ class Tiles(NamedTuple):
       keys: of a block, at most.
       groups: parts of the lanes that go through the stages one after another (`kernel.Shape`).
       slots: units finished beside the products of the next step.
+      staggered: lanes go through the stages one behind the other (`staggered`); for products of many rows.
     """
 
     lanes: int
     keys: int
     groups: int
     slots: int = 3
+    staggered: bool = False
 
 
-# For one token of 64 heads, by chip generation and bytes of a cached value; docs/13-mla-kernels.md has what each costs.
-_MEASURED = {
-    (6, 2): Tiles(8, 512, 1),
-    (6, 1): Tiles(8, 512, 1),
-    (7, 2): Tiles(16, 512, 2),
-    (7, 1): Tiles(16, 512, 2),
+# By rows of queries in a unit, heads times tokens, up to which they hold: by chip generation and bytes of a cached
+# value, and for chips that nothing was measured for. Chosen by replayed schedules for one, four and eight tokens of
+# 64 heads; docs/13-mla-kernels.md has what each costs.
+_FOUR_TOKENS, _EIGHT_TOKENS = Tiles(8, 512, 1, 1, staggered=True), Tiles(3, 512, 1, 0, staggered=True)
+_MEASURED: dict[int, dict[tuple[int, int] | None, Tiles]] = {
+    128: {
+        (6, 2): Tiles(8, 512, 1),
+        (6, 1): Tiles(8, 512, 1),
+        (7, 2): Tiles(16, 512, 2),
+        (7, 1): Tiles(16, 512, 2),
+        None: Tiles(8, 512, 1),
+    },
+    256: dict.fromkeys([(6, 2), (6, 1), (7, 2), (7, 1), None], _FOUR_TOKENS),
+    512: dict.fromkeys([(6, 2), (6, 1), (7, 2), (7, 1), None], _EIGHT_TOKENS),
 }
-_OTHERS = Tiles(8, 512, 1)
 
 # Rows of the products times lanes: beyond, code and accumulators grow and nothing is left to hide.
-_MOST_ROWS = 1024
+_MOST_ROWS = {128: 1024, 256: 2048, 512: 1536}
 # Copies written out in a step; small pages need many.
 _MOST_COPIES = 128
 # Scalar memory is 1 MiB on every chip; events and windows of the block table may take this much.
@@ -68,12 +77,14 @@ def _vmem() -> int:
 def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> tuple[Tiles, Blocks]:
     """Tiles and blocks for units of `queries` tokens over pages of `rows` rows."""
     size = jnp.dtype(dtype).itemsize
-    found = _MEASURED.get((generation(), size), _OTHERS)
     wide = heads * queries
+    kind = next((most for most in _MEASURED if wide <= most), max(_MEASURED))
+    found = _MEASURED[kind].get((generation(), size), _MEASURED[kind][None])
     lanes = found.lanes
-    while lanes > 1 and (lanes * wide > _MOST_ROWS or lanes * (found.keys // min(rows, found.keys)) > _MOST_COPIES):
+    copies = found.keys // min(rows, found.keys)  # of a lane
+    while lanes > 1 and (lanes * wide > _MOST_ROWS[kind] or lanes * copies > _MOST_COPIES):
         lanes //= 2
-    tiles = Tiles(lanes, found.keys, min(found.groups, lanes), 3 if wide <= 128 else 0)
+    tiles = found._replace(lanes=lanes, groups=min(found.groups, lanes))
     return tiles, blocks_of(rows, latent, tiles.keys, size)
 
 
