@@ -2,9 +2,12 @@
 """What the Pallas kernels cost on named chips, by the schedule of the real compiler; no chip is needed.
 
     scripts/bench_kernels.py [--kernel conv1d ...] [--chip v6e ...] [--case decode-128 ...] [--json] [--details]
+                             [--composite [NAME ...]]
 
 Needs `pip install 'hybrid-kv[aot]'` (scripts/test makes such an environment: .venv/bin/python). Without --case, the
-cases with stored limits for the chip. Exit code 1 if one is over its limit. docs/11-chipless.md explains the columns.
+cases with stored limits for the chip. With --composite, functions whose kernels run inside of loops: cases of the
+kernels, what XLA estimates for the rest, and the sum. Exit code 1 if one is over its limit. docs/11-chipless.md
+explains the columns.
 """
 
 import argparse
@@ -14,7 +17,7 @@ import sys
 from dataclasses import asdict
 
 from hybrid_kv.chipless.cases import kernel_names
-from hybrid_kv.chipless.measure import Measurement, measure_on
+from hybrid_kv.chipless.measure import Measurement, Sum, add_up_on, measure_on
 from hybrid_kv.chipless.targets import CHIPS, compiler_installed
 from hybrid_kv.errors import UserError
 
@@ -38,12 +41,24 @@ def row(found: Measurement) -> str:
     )
 
 
+def lines_of(found: Sum) -> list[str]:
+    """A line for each part of a composite, and the sum."""
+    name = f"{found.kernel} {found.composite}"
+    if found.error:
+        return [f"{name:<38}{found.chip:<7} cannot be added up: {found.error}"]
+    lines = [f"{name:<38}{found.chip:<7}"]
+    lines += [f"    {what:<41}{cycles:>11,}" for what, cycles in (found.parts or {}).items()]
+    limit = f"{found.share_of_limit:.0%} of {found.limit:,.0f} {found.limit_unit}"
+    return [*lines, f"    {'together':<41}{found.cycles:>11,}   {limit}"]
+
+
 def main() -> None:
     """Print a line, or a JSON object, for each case."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kernel", nargs="+", choices=kernel_names(), default=kernel_names())
     parser.add_argument("--chip", nargs="+", choices=sorted(CHIPS), default=["v6e", "tpu7x"])
     parser.add_argument("--case", nargs="+", default=[], help="these, with stored limits or without")
+    parser.add_argument("--composite", nargs="*", metavar="NAME", help="add up these, or all, instead of cases")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--details", action="store_true", help="loop trees, unit shares and where the cycles went")
     options = parser.parse_args()
@@ -53,9 +68,16 @@ def main() -> None:
     bad = False
     if not options.json:
         print(", ".join(f"{name} {version}" for name, version in versions.items()))
-        print(_HEAD)
+        if options.composite is None:
+            print(_HEAD)
     for kernel in options.kernel:
         for chip in options.chip:
+            if options.composite is not None:
+                for total in add_up_on(kernel, chip, tuple(options.composite)):
+                    bad |= bool(total.error)
+                    as_json = json.dumps(asdict(total) | {"cycles": total.cycles} | versions)
+                    print(*([as_json] if options.json else lines_of(total)), sep="\n", flush=True)
+                continue
             try:
                 measurements = measure_on(kernel, chip, tuple(options.case), options.details)
             except UserError as error:

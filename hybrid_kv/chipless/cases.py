@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from hybrid_kv.errors import UserError
@@ -58,6 +59,27 @@ class Case:
         return tuple(self.cycles)
 
 
+@dataclass(frozen=True)
+class Composite:
+    """A function with kernels inside of loops, measured in parts: its kernels as cases, the rest as XLA estimates it.
+
+    Attributes:
+      name: within its kernel.
+      build: makes the problem; its `macs` and `hbm_bytes` are what the sum is compared with.
+      chips: that it is for.
+      kernels: cases of the kernel, and how often each runs.
+      loops: name and trips of the loops, from the outermost; trips are for one trip of the loop around.
+      moved: bytes to and from high-bandwidth memory that are in neither.
+    """
+
+    name: str
+    build: Callable[[], Problem]
+    chips: tuple[str, ...]
+    kernels: tuple[tuple[str, float], ...]
+    loops: tuple[tuple[str, int], ...]
+    moved: int = 0
+
+
 def limited(name: str, build: Callable[[], Problem], limits: Mapping[str, tuple[int, int]] | None = None) -> Case:
     """A case whose limits are given together: by chip, the most cycles and bundles."""
     stored = limits or {}
@@ -81,7 +103,21 @@ def cases_of(kernel: str) -> tuple[Case, ...]:
     Raises:
       UserError: it has none.
     """
+    cases: tuple[Case, ...] = _module(kernel).CASES
+    return cases
+
+
+def composites_of(kernel: str) -> tuple[Composite, ...]:
+    """What is measured in parts, of one kernel; most have nothing.
+
+    Raises:
+      UserError: the kernel has no cases.
+    """
+    composites: tuple[Composite, ...] = getattr(_module(kernel), "COMPOSITES", ())
+    return composites
+
+
+def _module(kernel: str) -> ModuleType:
     if kernel not in kernel_names():
         raise UserError("kernel", kernel, f"with cases are {', '.join(kernel_names())}")
-    cases: tuple[Case, ...] = importlib.import_module(f"{_ROOM}.{kernel}").CASES
-    return cases
+    return importlib.import_module(f"{_ROOM}.{kernel}")

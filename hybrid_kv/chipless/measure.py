@@ -1,10 +1,13 @@
 """Measures cases: compile, read the schedule, replay it with the case's own scalars.
 
 The compiler reads its flags once and must not be forked, so each chip gets a worker, a fresh process that prints a
-line of JSON for each case (`python -m hybrid_kv.chipless.measure KERNEL CHIP [CASE ...]`).
+line of JSON for each case (`python -m hybrid_kv.chipless.measure KERNEL CHIP [CASE ...]`), or with `--composite` for
+each of what is measured in parts.
 """
 
+import itertools
 import json
+import operator
 import subprocess
 import sys
 import tempfile
@@ -12,9 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from hybrid_kv.chipless.cases import Case, cases_of
+from hybrid_kv.chipless.cases import Case, Composite, cases_of, composites_of
 from hybrid_kv.chipless.compile import compile_for, refusal
+from hybrid_kv.chipless.estimates import estimated_cycles
 from hybrid_kv.chipless.operands import KernelCall, kernel_calls
 from hybrid_kv.chipless.replay import Run, replay
 from hybrid_kv.chipless.report import hottest, run_text, tree_text
@@ -82,6 +87,32 @@ class Measurement:
         return found
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A composite on a chip.
+
+    Attributes:
+      parts: cycles by what they are for; kernels replayed, what begins with "XLA" estimated by it.
+      limit, limit_unit: of the whole.
+    """
+
+    kernel: str
+    composite: str
+    chip: str
+    error: str = ""
+    parts: dict[str, int] | None = None
+    limit: float = 0.0
+    limit_unit: str = ""
+
+    @property
+    def cycles(self) -> int:
+        return sum((self.parts or {}).values())
+
+    @property
+    def share_of_limit(self) -> float:
+        return self.limit / self.cycles if self.cycles else 0.0
+
+
 def _schedules_of(calls: list[KernelCall], dumped: list[Schedule]) -> Iterator[tuple[KernelCall, Schedule]]:
     """Pairs each call with its schedule. The compiler adds a number to the name, and compiles equal calls once."""
     by_name: dict[str, list[Schedule]] = defaultdict(list)
@@ -146,6 +177,37 @@ def _details(schedule: Schedule, run: Run, chip: str) -> str:
     return "\n".join([tree_text(schedule, target), run_text(run), *hot])
 
 
+def add_up(
+    kernel: str, composite: Composite, chip: str, folder: Path, known: dict[str, Measurement] | None = None
+) -> Sum:
+    """Measure a composite in this process; `folder` as for `measure`, `known` are cases measured already, added to."""
+    known = {} if known is None else known
+    target, problem = chip_named(chip), composite.build()
+    try:
+        compiled = compile_for(chip, problem.function, *problem.arguments, donate=problem.donate)
+    except Exception as error:  # the compiler raises many kinds; the text says which
+        return Sum(kernel, composite.name, chip, error=refusal(error))
+    estimates = estimated_cycles(compiled.executable.as_text())
+    names = ["outside of loops", *(f"each {name}" for name, _ in composite.loops)]
+    trips = [1, *itertools.accumulate((count for _, count in composite.loops), operator.mul)]
+    parts = {
+        f"XLA, {name} ({count} x)": count * cycles
+        for name, count, cycles in zip(names, trips, estimates, strict=True)
+    }  # fmt: skip
+    if composite.moved:
+        parts["moved between kernels"] = round(composite.moved / target.hbm_bytes_per_cycle)
+    cases = {case.name: case for case in cases_of(kernel)}
+    for name, count in composite.kernels:
+        if name not in known:
+            known[name] = measure(kernel, cases[name], chip, folder)
+        found = known[name]
+        if found.error or found.guessed:
+            return Sum(kernel, composite.name, chip, error=found.error or f"guessed: {found.guessed[0]}")
+        parts[f"{name} ({count:g} x)"] = round(count * found.cycles)
+    limit = target.limit(problem.hbm_bytes, problem.macs)
+    return Sum(kernel, composite.name, chip, "", parts, round(limit.cycles, 1), limit.unit)
+
+
 def measure_on(kernel: str, chip: str, names: tuple[str, ...] = (), details: bool = False) -> list[Measurement]:
     """Measure cases of a kernel on a chip in a worker process.
 
@@ -157,24 +219,45 @@ def measure_on(kernel: str, chip: str, names: tuple[str, ...] = (), details: boo
       RuntimeError: the worker died; the message has the end of what it wrote.
     """
     chip_named(chip), cases_of(kernel)
-    command = [sys.executable, "-m", "hybrid_kv.chipless.measure", kernel, chip, *names]
-    done = subprocess.run(command + ["--details"] * details, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"measuring {kernel} on {chip} failed\n{done.stderr[-3000:]}")
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = _from_worker([kernel, chip, *names, *["--details"] * details])
     for row in rows:
         row["moved_to_vmem"], row["guessed"] = tuple(row["moved_to_vmem"]), tuple(row["guessed"])
     return [Measurement(**row) for row in rows]
 
 
+def add_up_on(kernel: str, chip: str, names: tuple[str, ...] = ()) -> list[Sum]:
+    """Measure composites of a kernel on a chip, all that are for it if no names are given, in a worker process.
+
+    Raises:
+      UserError, RuntimeError: as `measure_on`.
+    """
+    chip_named(chip), composites_of(kernel)
+    return [Sum(**row) for row in _from_worker([kernel, chip, *names, "--composite"])]
+
+
+def _from_worker(arguments: list[str]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "hybrid_kv.chipless.measure", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"measuring {' on '.join(arguments[:2])} failed\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
 def _worker(arguments: list[str]) -> None:
-    details = "--details" in arguments
-    kernel, chip, *names = (a for a in arguments if a != "--details")
-    cases = [case for case in cases_of(kernel) if (case.name in names if names else chip in case.chips)]
+    options = {a for a in arguments if a.startswith("--")}
+    kernel, chip, *names = (a for a in arguments if a not in options)
     with tempfile.TemporaryDirectory(prefix="schedules-") as folder:
         prepare_environment(folder)
-        for case in cases:
-            print(json.dumps(asdict(measure(kernel, case, chip, Path(folder), details))), flush=True)
+        if "--composite" in options:
+            known: dict[str, Measurement] = {}
+            for composite in composites_of(kernel):
+                if chip in composite.chips and (composite.name in names or not names):
+                    print(json.dumps(asdict(add_up(kernel, composite, chip, Path(folder), known))), flush=True)
+            return
+        for case in cases_of(kernel):
+            if case.name in names if names else chip in case.chips:
+                found = measure(kernel, case, chip, Path(folder), "--details" in options)
+                print(json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Expanded MLA attention of a prefill: the kernel over context rows that are expanded already, in bf16."""
+"""Expanded MLA attention of a prefill: its kernels, over context rows that are expanded already, and the whole path."""
 
 import functools
 from typing import Any, cast
@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from hybrid_kv.chipless.cases import Case, Problem
+from hybrid_kv.chipless.cases import Case, Composite, Problem
+from pallas_kernels.mla import mla_expanded
 from pallas_kernels.mla.expanded import expand_tpu, tpu
 from pallas_kernels.mla.expanded.forms import Context, Filled
 from pallas_kernels.mla.expanded.plan import plan_of
 from pallas_kernels.mla.expanded.workspace import UNSEEN, queue_of, units_of, workspace_of
-from pallas_kernels.mla.pages import Pages
+from pallas_kernels.mla.pages import Pages, pool_shape
 from pallas_kernels.mla.visible import visible
 from pallas_kernels.rows import RaggedRows
 
-LATENT, NOPE, ROPE, PAGE = 512, 128, 64, 256
+LATENT, NOPE, ROPE, PAGE, WORKSPACE = 512, 128, 64, 256, 8192
 
 
 def _attention(
@@ -78,6 +79,32 @@ def _expansion(count: int, heads: int = 64) -> Problem:
     return Problem(run, arguments, hbm_bytes=moved, macs=made * LATENT, per=(count, "row"))
 
 
+def _path(length: tuple[int, ...], context: tuple[int, ...], dtype: Any, heads: int = 64) -> Problem:
+    """All of `mla_expanded` on a pool of real size, against the multiplications of the absorbed form.
+
+    Queries and outputs have heads side by side, as projections give and take them.
+    """
+    count, rows, page = sum(length), len(length), 128
+    columns = -(-max(n + c for n, c in zip(length, context, strict=True)) // page)
+
+    def run(nope, rope, w_uk, w_uv, cache, layer, step, table):
+        nope, rope = (x.reshape(count, heads, -1) for x in (nope, rope))
+        out, lse = mla_expanded(
+            nope, rope, w_uk, w_uv, cache, layer, step, table, scale=0.07, shards=1, rank=0, interleave=1,
+            workspace=WORKSPACE, cache_scale=1.0, implementation="tpu",
+        )  # fmt: skip
+        return out.reshape(count, -1), lse
+
+    bf16, i32 = (functools.partial(jax.ShapeDtypeStruct, dtype=t) for t in (jnp.bfloat16, jnp.int32))
+    pool = jax.ShapeDtypeStruct(pool_shape(7, 4096, page, LATENT, ROPE, planes=True), dtype)
+    arguments = (
+        bf16((count, heads * NOPE)), bf16((count, heads * ROPE)), bf16((heads, NOPE, LATENT)),
+        bf16((heads, NOPE, LATENT)), pool, i32(()), RaggedRows(*cast(Any, [i32((rows,))] * 3)), i32((rows, columns)),
+    )  # fmt: skip
+    pairs = sum(n * c + n * (n + 1) // 2 for n, c in zip(length, context, strict=True))
+    return Problem(run, arguments, hbm_bytes=0, macs=pairs * heads * (2 * LATENT + ROPE), per=(count, "token"))
+
+
 _part = functools.partial
 CASES = (
     Case(
@@ -99,5 +126,28 @@ CASES = (
         bundles={"v6e": 12_000, "tpu7x": 12_000},
     ),
     Case("ragged", _part(_attention, (1, 63, 300, 700, 984), (500, 1000, 0, 4000, 2000)), {}, {}),
+    Case("expand-2048", _part(_expansion, 2048), {}, {}),
     *(Case(f"2048-{heads}-heads", _part(_attention, (2048,), (0,), heads), {}, {}) for heads in (12, 32, 96)),
 )
+
+# State of all queries, which a second piece reads and the first one wrote: tokens x heads x 144 fp32.
+_STATE = 2 * 2048 * 64 * 144 * 4
+COMPOSITES = tuple(
+    composite
+    for short, dtype, chips in (
+        ("bf16", jnp.bfloat16, ("v6e", "tpu7x")),
+        ("b11", jnp.float8_e4m3b11fnuz, ("v6e",)),
+        ("e4m3", jnp.float8_e4m3fn, ("tpu7x",)),
+    )
+    for composite in (
+        Composite(
+            f"path-2048-{short}", _part(_path, (2048,), (0,), dtype), chips,
+            (("2048", 1), ("expand-2048", 1)), (("round", 1), ("piece", 1), ("chunk of 4,096 rows", 1)),
+        ),
+        Composite(
+            f"path-4x512-on-3584-{short}", _part(_path, (512,) * 4, (3584,) * 4, dtype), chips,
+            (("4x512-on-3584", 1), ("expand-8192", 2)), (("round", 1), ("piece", 2), ("chunk of 4,096 rows", 2)),
+            _STATE,
+        ),
+    )
+)  # fmt: skip
