@@ -120,7 +120,7 @@ def test_without_races_unwritten_reads_and_copies_left_over(tiles, monkeypatch):
     assert not races_found()
 
 
-@pytest.mark.parametrize(("heads", "each"), [(1, 1), (12, 12), (16, 16), (32, 16), (64, 16), (96, 16), (34, 2)])
+@pytest.mark.parametrize(("heads", "each"), [(2, 2), (12, 12), (16, 16), (32, 16), (64, 16), (96, 16), (34, 2)])
 def test_programs_take_as_many_heads_as_divide(heads, each):
     assert kernel.heads_per_program(heads) == each
 
@@ -128,7 +128,6 @@ def test_programs_take_as_many_heads_as_divide(heads, each):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 33}, "heads: got 33"),
         ({"value": 64}, "w_uv: got values 64 wide"),
         ({"nope": 64}, "q_nope, q_rope: got bfloat16, bfloat16, 64 and 64 wide"),
     ],
@@ -161,6 +160,7 @@ def whole(chip_dtype, heads, tokens=2048, rows=8, columns=64):
     [
         ("v5e", 32, jnp.bfloat16),
         ("v5p", 96, jnp.bfloat16),
+        ("v6e", 3, jnp.bfloat16),
         ("v6e", 12, jnp.float8_e4m3b11fnuz),
         ("tpu7x", 64, jnp.float8_e4m3fn),
     ],
@@ -172,6 +172,7 @@ def test_the_whole_path_compiles_within_the_memory_of_its_workspace(chip, heads,
     )
     compiled = tpu.compile_for(chip, run, *whole(dtype, heads))
     assert compiled.seconds <= 60
+    heads += heads % 2
     context, state = 8192 * (heads * 256 + 64) * 2, 2048 * heads * (144 * 4 + 128 * 2)
     # Besides: the queries padded and side by side, chunks of 4,096 rows, positions.
     assert compiled.temporary_bytes <= 1.2 * (context + state) + 4 * 2048 * heads * 192 * 2

@@ -122,6 +122,11 @@ def expanded(
     cache_scale: Float[Array, ""] | float | None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
     """`mla_expanded` by an implementation of the attention (`forms.Attention`)."""
+    own = q_nope.shape[1]
+    spare = -own % run.HEADS
+    if spare:  # heads of zeros, whose outputs nobody sees
+        q_nope, q_rope = (jnp.pad(q, ((0, 0), (0, spare), (0, 0))) for q in (q_nope, q_rope))
+        w_uk, w_uv = (jnp.pad(w, ((0, spare), (0, 0), (0, 0))) for w in (w_uk, w_uv))
     count, heads, _ = q_nope.shape
     form = pages_of(cache, w_uk.shape[-1], q_rope.shape[-1])
     if axis is not None and jax.lax.axis_size(axis) != shards:
@@ -194,4 +199,4 @@ def expanded(
         state, _ = attempt(True, state, found)
     out, lse = run.finish(state, count)
     out = jnp.where(valid[:, None], out, 0).astype(q_nope.dtype)
-    return out.reshape(count, heads, -1), jnp.where(valid[:, None], lse, -jnp.inf)
+    return out.reshape(count, heads, -1)[:, :own], jnp.where(valid[:, None], lse, -jnp.inf)[:, :own]

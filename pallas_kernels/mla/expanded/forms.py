@@ -44,9 +44,11 @@ class Attention(Protocol):
     Attributes:
       QUICK: whether steps may keep a reference that scores might outgrow; `overflowed` then tells and the driver begins
         again.
+      HEADS: it takes multiples of so many; the driver adds heads of zeros.
     """
 
     QUICK: bool
+    HEADS: int
 
     def tiling(self, tokens: int) -> Tiling: ...
 

@@ -20,6 +20,7 @@ from pallas_kernels.mla.expanded.plan import FRESH, Plan, Tiling, block_of, grou
 from pallas_kernels.mla.visible import Visible
 
 QUICK = False
+HEADS = 1
 
 # Below every score and far from the ends of fp32, so that differences stay finite.
 _LOWEST = -1e30

@@ -20,6 +20,8 @@ from pallas_kernels.mla.expanded.plan import MOST_TILES, Plan, Tiling, block_of,
 from pallas_kernels.mla.visible import Visible
 
 QUICK = True
+# Position keys of two heads fill whole lanes.
+HEADS = 2
 
 # Heads of a program: the more, the better the units overlap. Tiles of a group: the fewer bytes of keys.
 _HEADS = 16
@@ -47,26 +49,16 @@ class State(NamedTuple):
 
 
 def fits(nope: Float[Array, "T N D"], rope: Float[Array, "T N P"], value: int) -> bool:
-    """Whether queries and values are of types, widths and numbers of heads that the kernel takes."""
-    heads = nope.shape[1]
+    """Whether queries and values are of types and widths that the kernel takes."""
     return (
         nope.dtype == rope.dtype == jnp.bfloat16
         and nope.shape[-1] == value == LANES
         and rope.shape[-1] == WIDTH - LANES
-        and (heads <= _HEADS or heads % 2 == 0)
     )
 
 
 def heads_per_program(heads: int) -> int:
-    """The largest divisor that is at most 16 and even, so that position keys fill whole lanes; or all of few heads.
-
-    Raises:
-      ValueError: an odd number of more heads.
-    """
-    if heads <= _HEADS:
-        return heads
-    if heads % 2:
-        raise ValueError(f"heads: got {heads}; the TPU kernel takes up to {_HEADS} or an even number; pad them")
+    """The largest even divisor that is at most 16; `heads` is even."""
     return max(h for h in range(2, _HEADS + 1, 2) if heads % h == 0)
 
 
