@@ -1,0 +1,1 @@
+"""Expert kernels for TPU (Pallas, Mosaic)."""
