@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybrid_kv.chipless import pod_report
 from hybrid_kv.chipless.fit import fit, fit_table
-from hybrid_kv.chipless.pods import pod
+from hybrid_kv.chipless.pods import DEVICES, pod
 from hybrid_kv.chipless.steps import KINDS, Setting
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import DATA, TENSOR
@@ -30,6 +30,13 @@ def model_of(name: str) -> KimiLinearConfig:
     raise UserError("model", name, f"use one of {', '.join(NAMES)}, or a folder with a config.json")
 
 
+def expert_form(model: KimiLinearConfig, chip: str) -> str:
+    """As experts are stored, where the chip has a kernel for it."""
+    if not model.packed_experts or DEVICES[chip].kernels != "tpu":
+        return "plain"
+    return "native" if chip == "tpu7x" else "packed"
+
+
 def setting_of(options: argparse.Namespace) -> Setting:
     """The setting that the flags describe."""
     for field in ("batch", "context", "tokens", "rows_per_rank", "state_slots"):
@@ -38,8 +45,11 @@ def setting_of(options: argparse.Namespace) -> Setting:
     if options.drafts < 0:
         raise UserError("drafts", options.drafts, "use 0 or more")
     model = model_of(options.model)
-    if options.experts == "mesh":
-        model = dataclasses.replace(model, expert_axes=(DATA, *TENSOR))
+    model = dataclasses.replace(
+        model,
+        expert_axes=(DATA, *TENSOR) if options.experts == "mesh" else TENSOR,
+        expert_form=options.expert_form or expert_form(model, pod(options.topology).chip),
+    )
     return Setting(
         model=model,
         mesh=MeshSpec.parse(options.mesh or ""),

@@ -6,7 +6,8 @@ layer's kind in their name (`jax.named_scope`), which says how often they run.
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _ITEMSIZE = {
@@ -17,6 +18,8 @@ _OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([0-9,]*)\]")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+ENTRY = "ENTRY"  # the computation that is called from outside
+_CALLS = re.compile(r"(?:calls=|called_computations=\{)(%[\w.-]+)")
 KERNEL_TARGETS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
 # On GPU a collective is a start and a done; the start counts.
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -35,6 +38,8 @@ class Operation:
       group: devices that take part, of a collective; else 1.
       target: of a custom call; else "".
       fused: it lies inside a fusion, so its result is no array in memory unless it is the root.
+      computation: the computation it belongs to, such as the branch of a conditional.
+      calls: computations that are part of it.
     """
 
     name: str
@@ -44,6 +49,8 @@ class Operation:
     group: int
     target: str
     fused: bool
+    computation: str
+    calls: tuple[str, ...]
 
     @property
     def bytes(self) -> float:
@@ -66,10 +73,11 @@ def operations(text: str) -> list[Operation]:
 
 
 def _operations(text: str) -> Iterator[Operation]:
-    fused = False
+    fused, computation = False, ""
     for line in text.splitlines():
         if line.endswith("{") and " = " not in line.split("(", 1)[0]:
-            fused = "fused_computation" in line.split("(", 1)[0] or "bitcast_fusion" in line.split("(", 1)[0]
+            computation = ENTRY if line.startswith(ENTRY) else line.split("(", 1)[0].strip()
+            fused = "fused_computation" in computation or "bitcast_fusion" in computation
             continue
         found = _OPERATION.match(line)
         if not found:
@@ -80,6 +88,7 @@ def _operations(text: str) -> Iterator[Operation]:
         yield Operation(
             name=found[1], kind=kind, arrays=arrays, scope=scope[1] if scope else "", fused=fused,
             group=_group(line) if kind in COLLECTIVES else 1, target=target[1] if target else "",
+            computation=computation, calls=tuple(_CALLS.findall(line)),
         )  # fmt: skip
 
 
@@ -90,6 +99,31 @@ def _group(line: str) -> int:
         return len(listed[1].split(","))
     shaped = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
     return int(shaped[1]) if shaped else 1
+
+
+def scopes_of(found: list[Operation], names: Sequence[str]) -> dict[str, str]:
+    """Of every computation but the outermost the name among `names` that most operations of its branch or body are
+    within, if any is.
+
+    Operations that the compiler merges or makes keep the scope of one of them or none, so it is the branch that they
+    run in which counts; one that runs asynchronously has a computation of its own, called from there.
+    """
+    callers = {called: operation.computation for operation in found for called in operation.calls}
+    inner = {*callers, ENTRY}
+    votes: dict[str, Counter[str]] = {}
+    for operation in found:
+        for name in names:
+            if operation.computation not in inner and operation.within(name):
+                votes.setdefault(operation.computation, Counter())[name] += 1
+
+    def branch(computation: str) -> str:
+        while computation in callers:
+            computation = callers[computation]
+        return computation
+
+    chosen = {computation: count.most_common(1)[0][0] for computation, count in votes.items()}
+    every = {operation.computation for operation in found}
+    return {computation: chosen[branch(computation)] for computation in every if branch(computation) in chosen}
 
 
 def collectives(found: list[Operation]) -> list[Operation]:

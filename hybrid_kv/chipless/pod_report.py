@@ -119,7 +119,12 @@ def step_report(setting: Setting, pod: Pod, kind: str, plan: CachePlan) -> StepR
         over = beyond(str(error))
         return StepReport(kind, refusal(error), over, 0.0, memory, work, {}, [], {}, times)
     found = module.operations(step.text)
-    sent = [(_kind(op), op.kind, module.wire_bytes(op)) for op in module.collectives(found)]
+    scopes = module.scopes_of(found, (*LAYERS, "sample"))
+    sent = [
+        (scopes.get(op.computation, "sample" if op.within("sample") else "model"), op.kind, module.wire_bytes(op))
+        for op in module.collectives(found)
+        if not _elsewhere(op)
+    ]
     wire = {kind: sum(size for of, _, size in sent if of == kind) for kind in (*LAYERS, "model")}
     total = sum(size * work.layers[kind] for kind, size in wire.items())
     memory |= {"padding": max(step.arguments - sum(memory.values()), 0.0), "temporary": float(step.temporary)}
@@ -134,10 +139,11 @@ def least_times(device: Device, work: Work, sent: float) -> dict[str, float]:
     return {"HBM": work.hbm / device.bandwidth, "MXU": 2 * work.macs / device.flops, "links": sent / device.link}
 
 
-def _kind(operation: module.Operation) -> str:
-    """Which kind of layer a collective belongs to; what is drawn at the end is of no layer."""
-    scopes = (*LAYERS, "sample")
-    return next((name for name in scopes if operation.within(name)), "model")
+def _elsewhere(operation: module.Operation) -> bool:
+    """Whether it belongs to a branch that a step of this kind does not take: queries that travel in a prefill of rows
+    that all expand, see `models.mla`."""
+    scope = operation.scope.split("/")
+    return "mla" in scope and "cond" in scope[scope.index("mla") :]
 
 
 def beyond(message: str) -> float:

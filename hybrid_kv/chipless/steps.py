@@ -80,9 +80,7 @@ class Setting:
             )
             raise UserError("rows_per_rank", self.rows_per_rank, fix)
         if not plan.forms.columns:
-            raise UserError(
-                "mesh", str(self.mesh), "kernels take convolutions of a multiple of 128 channels a device"
-            )
+            raise UserError("mesh", str(self.mesh), "kernels take convolutions of a multiple of 128 channels a device")
         return plan
 
 
@@ -169,9 +167,7 @@ def lower_step(setting: Setting, mesh: Mesh, kernels: str, kind: str) -> Any:
         how=Execution(kernels=kernels, workspace=setting.workspace, exchange=setting.exchange),
     )
     params = {
-        name: jax.ShapeDtypeStruct(
-            entry.shape, jnp.float32 if entry.full_precision else dtype, sharding=NamedSharding(mesh, entry.spec)
-        )
+        name: jax.ShapeDtypeStruct(entry.shape, entry.dtype or dtype, sharding=NamedSharding(mesh, entry.spec))
         for name, entry in table.items()
     }
     pools: Any = (

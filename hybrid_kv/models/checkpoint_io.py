@@ -58,7 +58,7 @@ def load(path: str | Path, config: KimiLinearConfig, mesh: Mesh, dtype: DTypeLik
         params = {
             name: jax.make_array_from_callback(
                 entry.shape, NamedSharding(mesh, entry.spec),
-                _part(entry, files, jnp.float32 if entry.full_precision else dtype),
+                _part(entry, files, entry.dtype or dtype),
             )
             for name, entry in table.items()
         }  # fmt: skip

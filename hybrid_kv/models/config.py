@@ -24,6 +24,7 @@ _ONLY = {
 }
 
 _LINEAR = "linear_attn_config."
+EXPERT_FORMS = ("plain", "packed", "native")
 _GROUP = 32  # columns of a packed weight that share a scale
 
 
@@ -52,6 +53,8 @@ class KimiLinearConfig:
       tensor_prefix: what checkpoint names begin with.
       expert_axes: mesh axes that split the routed experts: the tensor group, or the data axis before it. A choice of
         whoever runs the model, not of its configuration.
+      expert_form: how routed experts lie on the device: "plain" as numbers of the model's dtype, "packed" in MXFP4
+        words for the TPU kernel, "native" in those for tpu7x. As free a choice.
     """
 
     vocab_size: int
@@ -93,6 +96,7 @@ class KimiLinearConfig:
     media_tokens: tuple[tuple[str, int], ...] = ()
     tensor_prefix: str = ""
     expert_axes: tuple[str, ...] = TENSOR
+    expert_form: str = "plain"
 
     def __post_init__(self) -> None:
         if len(self.layer_kinds) != len(self.ffn_kinds) or not self.layer_kinds:
@@ -127,6 +131,14 @@ class KimiLinearConfig:
                     raise UserError(name, width, f"packed experts need a multiple of {_GROUP}")
         if self.expert_axes not in (TENSOR, (DATA, *TENSOR)):
             raise UserError("expert_axes", self.expert_axes, f"use {TENSOR} or {(DATA, *TENSOR)}")
+        if self.expert_form not in EXPERT_FORMS:
+            raise UserError("expert_form", self.expert_form, f"use one of {', '.join(EXPERT_FORMS)}")
+        if self.expert_form != "plain":
+            if not self.packed_experts:
+                raise UserError("expert_form", self.expert_form, "experts are not stored in MXFP4: use plain")
+            for name, width in (("expert_input_width", self.expert_input_width), ("expert_width", self.expert_width)):
+                if width % 128:
+                    raise UserError(name, width, "packed on the device it must be a multiple of 128: use plain")
 
     @property
     def layers(self) -> int:

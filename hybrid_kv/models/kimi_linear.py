@@ -23,7 +23,7 @@ from hybrid_kv.models.axes import tensor_rank, tensor_sum
 from hybrid_kv.models.batch import Caches, ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
-from hybrid_kv.models.ffn import DenseFfn, MoeFfn
+from hybrid_kv.models.ffn import DenseFfn, MoeFfn, expert_weights
 from hybrid_kv.models.kda import KdaMixer, Pending
 from hybrid_kv.models.linear import project
 from hybrid_kv.models.mla import MlaMixer
@@ -83,7 +83,8 @@ class KimiLinear(nnx.Module):
         if config.dense_layers:
             self.dense = DenseFfn(config, group("dense"))
         if config.moe_layers:
-            self.moe = MoeFfn(config, group("moe"))
+            self.moe = MoeFfn(config, group("moe"), how)
+            self.experts = nnx.data(expert_weights(config, group("moe")))
 
     def __call__(
         self, batch: ModelBatch, caches: Caches, *, decode_only: bool, interleave: int = 1
@@ -217,7 +218,8 @@ class KimiLinear(nnx.Module):
 
                 @jax.named_scope("moe")
                 def moe(carry):
-                    out, gap = _layer(self.moe, place["moe"][i])(x)
+                    at = place["moe"][i]
+                    out, gap = _layer(self.moe, at)(x, self.experts, at)
                     return out, jnp.minimum(carry[1], gap)
 
                 y, margin = _when(has["moe"][i], moe, (y, margin), self.kernels)

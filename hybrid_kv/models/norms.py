@@ -15,6 +15,16 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
     return xf.astype(x.dtype) * weight.astype(x.dtype)
 
 
+def rms_norm_of_part(
+    x: Float[Array, "... part"], weight: Float[Array, "part"], eps: float, axes: tuple[str, ...]
+) -> Float[Array, "... part"]:
+    """`rms_norm` of vectors that lie in equal parts on the ranks of mesh axes; one number a vector is summed."""
+    xf = x.astype(jnp.float32)
+    square = jax.lax.psum(steady_sum(xf * xf), axes)
+    xf = xf * jax.lax.rsqrt(square / (xf.shape[-1] * jax.lax.axis_size(axes)) + eps)
+    return xf.astype(x.dtype) * weight.astype(x.dtype)
+
+
 class RmsNorm(nnx.Module):
     """`rms_norm` with its weight."""
 

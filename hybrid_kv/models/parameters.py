@@ -13,7 +13,10 @@ from typing import NamedTuple
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import DCP, MODEL, TENSOR, PartitionSpec
 from hybrid_kv.models.config import KimiLinearConfig
-from hybrid_kv.models.sources import Experts, HeadPacked, HeadVector, Shape, Source, Stack, Whole
+from hybrid_kv.models.sources import Experts, HeadPacked, HeadVector, PackedExperts, Shape, Source, Stack, Whole
+from pallas_kernels.experts.packed import scale_rows
+
+FP32 = "float32"
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,13 @@ class Parameter:
       shape: global shape.
       spec: mesh axes that split each axis.
       source: where its values are in a checkpoint.
-      full_precision: kept in fp32 whatever the model's dtype (gates, convolution, router).
+      dtype: of its own, whatever the model's: fp32 for gates, convolution and router, int32 for packed words.
     """
 
     shape: Shape
     spec: PartitionSpec
     source: Source
-    full_precision: bool = False
+    dtype: str | None = None
 
 
 class PartitionSpecs(NamedTuple):
@@ -114,10 +117,10 @@ def _kda(config: KimiLinearConfig) -> dict[str, Parameter]:
     full_rank: _Entries = {"g": ("g_proj", (wide, d), 0)}
     return {
         "kda.qkv": Parameter((n, 3 * wide, d), by_head, packed("proj", (wide, d))),
-        "kda.conv": Parameter((n, 3 * wide, taps), by_head, packed("conv1d", (wide, 1, taps)), True),
-        "kda.a_log": Parameter((n, heads), by_head, a_log, True),
-        "kda.dt_bias": Parameter((n, wide), by_head, vectors("self_attn.dt_bias", (wide,)), True),
-        "kda.o_norm": Parameter((n, width), PartitionSpec(), vectors("self_attn.o_norm.weight", (width,)), True),
+        "kda.conv": Parameter((n, 3 * wide, taps), by_head, packed("conv1d", (wide, 1, taps)), FP32),
+        "kda.a_log": Parameter((n, heads), by_head, a_log, FP32),
+        "kda.dt_bias": Parameter((n, wide), by_head, vectors("self_attn.dt_bias", (wide,)), FP32),
+        "kda.o_norm": Parameter((n, width), PartitionSpec(), vectors("self_attn.o_norm.weight", (width,)), FP32),
     } | _linear(config, "kda.", layers, "self_attn.", {
         "f_a": ("f_a_proj", (width, d), None),
         "f_b": ("f_b_proj", (wide, width), 0),
@@ -165,10 +168,21 @@ def _moe(config: KimiLinearConfig) -> dict[str, Parameter]:
     if not layers:
         return {}
 
-    def experts(tensor: str, shape: tuple[int, int]) -> Parameter:
+    def experts(path: str, tensor: str, shape: tuple[int, int]) -> dict[str, Parameter]:
         name = _name(config, "{layer}", f"block_sparse_moe.experts.{{expert}}.{tensor}")
         source = Experts(name, layers, count, shape, config.packed_experts)
-        return Parameter((n, count, *shape), PartitionSpec(None, config.expert_axes), source)
+        spec = PartitionSpec(None, config.expert_axes)
+        if config.expert_form == "plain":
+            return {path: Parameter((n, count, *shape), spec, source)}
+        native = config.expert_form == "native"
+        outputs, inputs = shape
+        parts = {"codes": (inputs // 8, "int32"), "scales": (scale_rows(inputs), "int32"), "factors": (1, FP32)}
+        return {
+            f"{path}_{part}": Parameter(
+                (n, count, height, outputs), spec, PackedExperts(source, part, tensor != "w2", native), dtype
+            )
+            for part, (height, dtype) in parts.items()
+        }
 
     gate = "block_sparse_moe.gate."
     router = Stack(tuple(Whole(_name(config, i, gate + "weight"), (count, d)) for i in layers))
@@ -176,15 +190,15 @@ def _moe(config: KimiLinearConfig) -> dict[str, Parameter]:
     latent: _Entries = {
         "latent_down": ("routed_expert_down_proj", (routed, d), 0),
         "latent_up": ("routed_expert_up_proj", (d, routed), 1),
-        **({"latent_norm": ("routed_expert_norm", (routed,), None)} if config.latent_norm else {}),
+        **({"latent_norm": ("routed_expert_norm", (routed,), 0)} if config.latent_norm else {}),
     }
     shared = _gated("shared_", d, config.shared_experts * width)
     return {
-        "moe.router": Parameter((n, count, d), PartitionSpec(), router, True),
-        "moe.bias": Parameter((n, count), PartitionSpec(), bias, True),
-        "moe.expert_gate": experts("w1", (width, routed)),
-        "moe.expert_up": experts("w3", (width, routed)),
-        "moe.expert_down": experts("w2", (routed, width)),
+        "moe.router": Parameter((n, count, d), PartitionSpec(), router, FP32),
+        "moe.bias": Parameter((n, count), PartitionSpec(), bias, FP32),
+        **experts("moe.expert_gate", "w1", (width, routed)),
+        **experts("moe.expert_up", "w3", (width, routed)),
+        **experts("moe.expert_down", "w2", (routed, width)),
     } | _linear(config, "moe.", layers, "block_sparse_moe.shared_experts.", shared) | _linear(
         config, "moe.", layers, "block_sparse_moe.", latent if config.routed_width else {}
     )  # fmt: skip

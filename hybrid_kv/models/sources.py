@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.experts.mxfp4 import GROUP, unpack_host
+from pallas_kernels.experts.packed import pack
 
 # read(name, slices): the given part of a checkpoint tensor.
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
@@ -143,3 +144,30 @@ class Experts:
         rows, every = index[0], slice(None)
         codes, scale = (read(name + ending, (rows, every)) for ending in (PACKED, SCALE))
         return unpack_host(codes, scale).astype(jnp.bfloat16)[:, index[1]]
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A part of one MXFP4 matrix of every expert in the form of the TPU kernel, [layers, experts, height, out].
+
+    Attributes:
+      experts: the matrix, stored packed.
+      part: field of `pallas_kernels.experts.packed.PackedSlice`.
+      interleave, native: of `pallas_kernels.experts.packed.pack`.
+    """
+
+    experts: Experts
+    part: str
+    interleave: bool
+    native: bool
+
+    def tensors(self) -> dict[str, Shape]:
+        return self.experts.tensors()
+
+    def read(self, read: Read, index: tuple[slice, ...]) -> np.ndarray:
+        layers, experts = self.experts.layers[index[0]], range(self.experts.count)[index[1]]
+        return np.stack([np.stack([self._one(read, i, e)[index[2:]] for e in experts]) for i in layers])
+
+    def _one(self, read: Read, layer: int, expert: int) -> np.ndarray:
+        codes, scale = (read(self.experts.name.format(layer=layer, expert=expert) + end, ()) for end in (PACKED, SCALE))
+        return getattr(pack(codes, scale, interleave=self.interleave, native=self.native), self.part)

@@ -34,7 +34,7 @@ def weight_sharding(model: KimiLinearConfig, plan: CachePlan, dtype: str) -> Sha
     arrays = []
     for name, entry in inventory(model).items():
         axes = _axes(entry)
-        itemsize = 4 if entry.full_precision else jnp.dtype(dtype).itemsize
+        itemsize = jnp.dtype(entry.dtype or dtype).itemsize
         arrays.append(ArraySharding(name, entry.shape, axes, entry.spec, itemsize))
     return ShardingMap(plan.mesh, tuple(arrays))
 

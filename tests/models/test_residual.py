@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hybrid_kv.models.activation import silu_gated, situ_gated
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.norms import gated_rms_norm
 from hybrid_kv.models.published import named
 from hybrid_kv.models.residual import AttentionResidual, PlainResidual, Stream, attention_mix, residual
+from pallas_kernels.experts import SILU, Activation
 from tests.kernels import golden
 
 FILE = golden.load("misc_ops")
@@ -19,13 +19,13 @@ FILE = golden.load("misc_ops")
 
 def test_situ_agrees_with_the_golden_file():
     gate, up = jnp.asarray(FILE["situ_gate"]), jnp.asarray(FILE["situ_up"])
-    bounded = situ_gated(gate, up, beta=4.0, linear_beta=25.0)
+    bounded = Activation(4.0, 25.0).plain(gate, up)
     assert golden.rel_rmse(bounded, FILE["situ_beta4_linear25"]) <= 1e-6
-    assert golden.rel_rmse(situ_gated(gate, up, beta=1.0, linear_beta=None), FILE["situ_beta1_nolinear"]) <= 1e-6
-    huge = situ_gated(jnp.full(4, 1e4), jnp.array([1e4, -1e4, 1e30, 0.0]), beta=4.0, linear_beta=25.0)
+    assert golden.rel_rmse(Activation(1.0).plain(gate, up), FILE["situ_beta1_nolinear"]) <= 1e-6
+    huge = Activation(4.0, 25.0).plain(jnp.full(4, 1e4), jnp.array([1e4, -1e4, 1e30, 0.0]))
     np.testing.assert_array_equal(huge, [100, -100, 100, 0])
-    assert situ_gated(gate.astype(jnp.bfloat16), up, beta=4.0, linear_beta=25.0).dtype == jnp.bfloat16
-    np.testing.assert_allclose(silu_gated(gate, up), FILE["situ_gate"] / (1 + np.exp(-FILE["situ_gate"])) * up, 1e-5)
+    assert Activation(4.0, 25.0).plain(gate.astype(jnp.bfloat16), up).dtype == jnp.bfloat16
+    np.testing.assert_allclose(SILU.plain(gate, up), FILE["situ_gate"] / (1 + np.exp(-FILE["situ_gate"])) * up, 1e-5)
 
 
 def test_the_gated_norm_agrees_with_the_golden_file():
