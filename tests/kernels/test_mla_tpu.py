@@ -29,6 +29,8 @@ SCALE, LAYER = 0.1, 1
 BF16, E4M3, B11 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz
 # Half the time to compile; each program runs a few times.
 FOUR_LANES, CAUSAL = Tiles(4, 128, 1), Visible()
+# All pages of a block are copied, those never written (NaN) too.
+WHOLE = FOUR_LANES._replace(whole=True)
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -92,14 +94,14 @@ def close(got, want):
 
 
 KINDS = {
-    "decode": (Kind(), 30),
+    "decode": (Kind(tiles=WHOLE), 30),
     "small-pages-fp8": (Kind(E4M3, n=16, heads=12, cache_scale=0.5), 20),
-    "stripe-of-8": (Kind(n=16, heads=32, shards=8, interleave=16, tiles=Tiles(8, 64, 2)), 15),
+    "stripe-of-8": (Kind(n=16, heads=32, shards=8, interleave=16, tiles=Tiles(8, 64, 2, whole=True)), 15),
     "stripe-of-2-verify": (Kind(B11, n=32, shards=2, query_tile=4, cache_scale=0.25), 15),
-    "large-pages-latent-512": (Kind(n=256, heads=64, latent=512, tiles=Tiles(2, 128, 1)), 15),
+    "large-pages-latent-512": (Kind(n=256, heads=64, latent=512, tiles=Tiles(2, 128, 1, whole=True)), 15),
     "mixed": (Kind(n=64, query_tile=64), 15),
-    "window-and-cap": (Kind(n=32, query_tile=2, sees=Visible(True, 50, 3.0)), 15),
-    "drafts": (Kind(n=32, query_tile=4, heads=96, sees=Visible(False)), 10),
+    "window-and-cap": (Kind(n=32, query_tile=2, sees=Visible(True, 50, 3.0), tiles=WHOLE), 15),
+    "drafts": (Kind(n=32, query_tile=4, heads=96, sees=Visible(False), tiles=WHOLE), 10),
     "many-heads": (Kind(n=128, heads=128, tiles=Tiles(3, 128, 3, 0)), 10),
 }
 
@@ -136,8 +138,9 @@ def test_any_ragged_batch_is_the_float64_attention_and_stripes_merge_to_it(name)
     check()
 
 
-def test_null_blocks_are_not_seen_wherever_they_are():
-    kind, run = KINDS["decode"][0], program("decode")
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_null_blocks_are_not_seen_wherever_they_are(name):
+    kind, run = KINDS[name][0], program(name)
     given = kind.case([1, 1, 1, 0, 1], [200, 130, 63, 0, 5], 3)
     table = given.table.copy()
     table[0, 1] = table[1, 0] = table[4, 0] = 0
@@ -153,9 +156,10 @@ def test_null_blocks_are_not_seen_wherever_they_are():
     assert np.isneginf(lse[3:]).all()
 
 
-def test_positions_beyond_the_table_are_not_seen():
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_positions_beyond_the_table_are_not_seen(name):
     """The last block of keys reaches behind the table, whose columns are no multiple of its pages."""
-    kind, run = KINDS["decode"][0], program("decode")
+    kind, run = KINDS[name][0], program(name)
     assert kind.columns % (kind.tiles.keys // kind.n)
     last = kind.columns * kind.n - 1
     given = kind.case([1] * 5, [last, 5, last, 100, 0], 9)
@@ -181,7 +185,7 @@ def test_slack_between_rows_is_cleared():
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind(n=32, tiles=Tiles(2, 64, 1, 1)), Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0))]
+    "kind", [Kind(n=32, tiles=Tiles(2, 64, 1, 1, whole=True)), Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0))]
 )
 def test_no_races_no_uninitialised_memory_and_nothing_out_of_bounds(kind):
     given = kind.case([1, 1, 0, 1, 1], [70, 3, 0, 100, 31], 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
@@ -25,15 +26,16 @@ _WINDOW = 1024
 _QUERIES, _MOST_ROWS = 16, 1024
 
 
-def _words(blocks: Blocks, place: Int32[Array, "parts keys"], pack: int) -> Int32[Array, "parts 3 pack words 128"]:
-    """Positions of the rows in each 32-bit word of first halves, second halves and tails of a page."""
-    halves = place.reshape(blocks.parts, 2, blocks.pages, blocks.piece)[:, :, 0]
-    first, second = (
-        jnp.broadcast_to(h[..., None], (*h.shape, LANES)) for h in jnp.moveaxis(halves, 1, 0)
-    )  # fmt: skip
-    tails = jnp.where(jnp.arange(LANES) < LANES // 2, first, second)
-    rows = jnp.stack([first, second, tails], axis=1)
-    return jnp.moveaxis(rows.reshape(blocks.parts, 3, -1, pack, LANES), 3, 2)
+def _keep(piece: int, itemsize: int) -> Int32[Array, "pack twice_words 128"]:
+    """Bits of rows to keep, where a 32-bit word holds `pack` neighbouring rows: row i is for i rows more than whole words.
+
+    As many words as a piece of a page has are kept, then comes one of which i rows are, then words of which nothing is.
+    """
+    pack, words = 4 // itemsize, piece * itemsize // 4
+    place, more = np.arange(2 * words), np.arange(pack)
+    first = ((np.int64(1) << 8 * itemsize * more) - 1)[:, None]
+    bits = np.where(place < words, 0xFFFFFFFF, np.where(place == words, first, 0)).astype(np.uint32).view(np.int32)
+    return jnp.asarray(np.broadcast_to(bits[..., None], (*bits.shape, LANES)))
 
 
 def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, vmem, interpret, name):
@@ -41,10 +43,9 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
     count = query.shape[0]
     blocks, lanes, rows = shape.blocks, shape.lanes, shape.rows
     tiles_of_heads = -(-shape.heads // LANES)
-    pack = 4 // cache.dtype.itemsize
     member = jnp.tile(jnp.repeat(jnp.arange(blocks.pages, dtype=jnp.int32), blocks.piece), 2)[None]
     operands = (
-        *work, factor, query, tail, table, cache, place[:, None], member, _words(blocks, place, pack), *earlier
+        *work, factor, query, tail, table, cache, place[:, None], member, _keep(blocks.piece, cache.dtype.itemsize), *earlier
     )  # fmt: skip
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     vmem_spec = pl.BlockSpec(memory_space=pltpu.VMEM)
@@ -190,11 +191,11 @@ def _class(
     shape = Shape(
         lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards,
         visible=visible, groups=tiles.groups, window=window, splits=windows > 1 or blocks.parts > 1,
-        slots=tiles.slots,
+        slots=tiles.slots, whole=tiles.whole and visible.window is None,
     )  # fmt: skip
     null = jnp.asarray(layer, jnp.int32) * pages
-    units = units_of(rows, here, count, queries, most, blocks, table, shards, visible)
-    work = plan(units, tiles.lanes, blocks, shape.page, window, windows, lead, null)
+    units = units_of(rows, here, count, queries, most, blocks, table, shards, rank, interleave, visible)
+    work = plan(units, tiles.lanes, blocks, window, windows, lead, null)
     # Lanes read up to four blocks behind the last column of a window.
     width = -(-(window + 4 * blocks.pages) // LANES) * LANES
     scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * width)

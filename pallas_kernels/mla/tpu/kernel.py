@@ -50,12 +50,12 @@ class Kernel(Changes, Copies, Products):
         refs.blank[...] = jnp.zeros(refs.blank.shape, refs.blank.dtype)
         refs.blank_lse[...] = jnp.full(refs.blank_lse.shape, -jnp.inf, jnp.float32)
         self.clear(0, self.plan.scalars[1])
+        if shape.whole:
+            return
 
         def place(i, carry):  # what no copy comes to is multiplied too
-            groups = shape.blocks.groups
-            blank = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
             for slot in range(BUFFERS):
-                refs.buffer[slot, pl.ds(i * groups, groups)] = blank
+                self.blank(slot, 0, i)
             return carry
 
         jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, place, None)
@@ -67,7 +67,7 @@ class Kernel(Changes, Copies, Products):
 
         def first(step, carry):
             state.cursor[0] = self.at(0, step, self.turn)
-            self.fetch_all(step)
+            self.fetch_all(step, step < steps)
             return carry
 
         jax.lax.fori_loop(0, 2, first, None)
@@ -80,7 +80,7 @@ class Kernel(Changes, Copies, Products):
             self.take(slot)
             self.at(1, s + 1, lambda event: self.wipe(slot, event))
             self.hide(slot)
-            self.advance(slot, jax.lax.rem(s + 2, BUFFERS))
+            self.advance(slot, jax.lax.rem(s + 2, BUFFERS), s + 2 < steps)
             self.send_listed()
             pl.when(state.leaving[4] > shape.lanes)(self.drain_spares)
             state.cursor[1] = self.at(1, s + 1, self.change)
@@ -96,8 +96,9 @@ class Kernel(Changes, Copies, Products):
         self.finish_listed()
         for turn in range(3):
             self.drain(turn)
-        for ahead in range(2):
-            self.take(jax.lax.rem(steps + ahead, BUFFERS))
+        if not shape.whole:
+            for ahead in range(2):
+                self.take(jax.lax.rem(steps + ahead, BUFFERS))
 
         def asked(lane, carry):
             self._window(lane, 0, 0).wait()
@@ -112,12 +113,13 @@ class Kernel(Changes, Copies, Products):
 
         jax.lax.fori_loop(0, state.leaving[3], cleared, None)
 
-    def advance(self, slot, coming) -> None:
+    def advance(self, slot, coming, more) -> None:
         """The straight-line code: blocks two steps on are sent for, ended units normalised, blocks multiplied."""
         fetched = []
         self.normalise_listed()
-        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
-        self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
+        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming, more)))
+        if not self.shape.whole:
+            self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
 
 
 def _tree(operation, values):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from pallas_kernels.mla import stripe
 from pallas_kernels.mla.tpu.blocks import Blocks
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, tiles
@@ -36,6 +37,7 @@ class Units(NamedTuple):
       first: first block it sees.
       blocks: how many it sees.
       low, column: first and last column of the block table it sees.
+      written: rows of the last column, on this rank, that its row has.
       gap: slack tokens behind its tokens, up to the next row.
       row: of the block table.
       nulls: 1 if one of the blocks it sees is null.
@@ -52,6 +54,7 @@ class Units(NamedTuple):
     row: Int32[Array, "U"]
     low: Int32[Array, "U"]
     nulls: Int32[Array, "U"]
+    written: Int32[Array, "U"]
 
 
 class Events(NamedTuple):
@@ -68,8 +71,8 @@ class Events(NamedTuple):
       row: of the table of windows, where the unit's begin; -1 if none of its blocks is null.
       old: GO_ON, FINISH or KEEP.
       old_token, old_count, old_gap: of the unit that ends.
-      page, page_end: place in the block before of the page that is only written up to a position, that position
-        relative to the page's first; far if there is none.
+      page, page_rows: place in the block before of the last page its unit sees, and how many rows of that page are
+        written; the last page of the block and all of its rows if the unit goes on.
     """
 
     step: Int32[Array, "E"]
@@ -91,7 +94,7 @@ class Events(NamedTuple):
     old_count: Int32[Array, "E"]
     old_gap: Int32[Array, "E"]
     page: Int32[Array, "E"]
-    page_end: Int32[Array, "E"]
+    page_rows: Int32[Array, "E"]
 
 
 class Plan(NamedTuple):
@@ -128,6 +131,8 @@ def units_of(
     blocks: Blocks,
     table: Int32[Array, "R C"],
     shards: int,
+    rank: Int32[Array, ""] | int,
+    interleave: int,
     visible: Visible,
 ) -> Units:
     """Tiles of `tile` queries of the rows that are `here`.
@@ -157,9 +162,10 @@ def units_of(
     behind = grid.first + grid.high
     ends = behind == (rows.offset + rows.length)[grid.row]
     gap = jnp.where(ends, next_present(rows, count)[grid.row] - behind, 0)
+    written = stripe.rows_before(jnp.clip(end - (seen - 1) * page, 0, page), rank, shards, interleave)
     return Units(
         grid.first, grid.high, grid.position, end, first, jnp.where(used, last - first, 0), seen - 1,
-        jnp.where(used, gap, 0), grid.row, low, nulls[grid.row].astype(jnp.int32),
+        jnp.where(used, gap, 0), grid.row, low, nulls[grid.row].astype(jnp.int32), written,
     )  # fmt: skip
 
 
@@ -167,7 +173,6 @@ def plan(
     units: Units,
     lanes: int,
     blocks: Blocks,
-    page: int,
     window: int,
     windows: int,
     lead: Int32[Array, ""],
@@ -176,7 +181,6 @@ def plan(
     """The plan.
 
     Args:
-      page: positions of a column of the block table.
       window: columns in one window of the block table.
       windows: of a row of the table.
       lead: slack tokens to be cleared before the first row.
@@ -234,8 +238,7 @@ def plan(
     block = units.first[unit] + item - base[unit]
     old_block = units.first[old] + before - base[old]
     page_place = units.column[old] - old_block * blocks.pages // blocks.parts
-    page_end = units.end[old] - units.column[old] * page
-    dirty = has_old & (page_place >= 0) & (page_place < blocks.pages) & (page_end < page)
+    dirty = has_old & (page_place >= 0) & (page_place < blocks.pages)
     place = jnp.clip(block // held, 0, windows - 1)
     row = units.row[unit] * windows
     source = jnp.where(idle, 0, row + place)
@@ -254,7 +257,7 @@ def plan(
         next=jnp.where(idle, NOTHING, jnp.where(other, OTHER, SAME)),
         look=looks.astype(jnp.int32),
         following=jnp.where(idle, 0, following),
-        at=block - place * held,
+        at=jnp.where(idle, 0, block - place * held),
         low=units.low[unit] - place * window,
         last=jnp.where(idle, -FAR, jnp.minimum(units.column[unit] - place * window, window - 1)),
         block=block,
@@ -268,8 +271,8 @@ def plan(
         old_token=units.token[old],
         old_count=units.tokens[old],
         old_gap=units.gap[old],
-        page=jnp.where(dirty, page_place, 0),
-        page_end=jnp.where(dirty, page_end, FAR),
+        page=jnp.where(dirty, page_place, blocks.pages - 1),
+        page_rows=jnp.where(dirty, units.written[old], blocks.rows),
     )
 
     # From the last lane to the first: what a lane resumed goes to the lane that has the block before.

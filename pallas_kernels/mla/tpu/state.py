@@ -30,6 +30,7 @@ class Shape:
       window: columns of the block table held for a lane.
       splits: whether a lane may be told something in the middle of a unit.
       slots: units that can be finished beside the products of the next step; more at once are finished on their own.
+      whole: whether all pages of a block are copied, those not to be read too.
     """
 
     lanes: int
@@ -43,6 +44,7 @@ class Shape:
     window: int
     splits: bool
     slots: int
+    whole: bool
 
     @property
     def rows(self) -> int:
@@ -99,7 +101,7 @@ class Refs(NamedTuple):
     cache: Any  # HBM [layers B, groups, n / 2, 128]
     place: Any  # VMEM [parts, 1, keys] positions of keys within a block
     member: Any  # VMEM [1, keys] index of the page a key is in
-    words: Any  # VMEM [parts, 3, pack, words, 128] positions of the rows in each word of first, second halves, tails
+    keep: Any  # VMEM [rows of a word, 2 words of a piece, 128] int32: all bits, then those of the first rows, then none
     out: Any  # HBM [T, N, L]
     lse: Any  # HBM [T, N' / 128, 128]
     buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]

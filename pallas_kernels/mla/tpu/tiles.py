@@ -19,20 +19,22 @@ class Tiles(NamedTuple):
       keys: of a block, at most.
       groups: parts of the lanes that go through the stages one after another (`kernel.Shape`).
       slots: units finished beside the products of the next step.
+      whole: copies all pages of a block, those behind the end of a row too: less to decide for each, more to read.
     """
 
     lanes: int
     keys: int
     groups: int
     slots: int = 3
+    whole: bool = False
 
 
 # For one token of 64 heads, by chip generation and bytes of a cached value; docs/13-mla-kernels.md has what each costs.
 _MEASURED = {
     (6, 2): Tiles(8, 512, 1),
     (6, 1): Tiles(8, 512, 1),
-    (7, 2): Tiles(16, 512, 2),
-    (7, 1): Tiles(16, 512, 2),
+    (7, 2): Tiles(16, 512, 2, whole=True),
+    (7, 1): Tiles(16, 512, 2, whole=True),
 }
 _OTHERS = Tiles(8, 512, 1)
 
@@ -73,7 +75,7 @@ def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dt
     lanes = found.lanes
     while lanes > 1 and (lanes * wide > _MOST_ROWS or lanes * (found.keys // min(rows, found.keys)) > _MOST_COPIES):
         lanes //= 2
-    tiles = Tiles(lanes, found.keys, min(found.groups, lanes), 3 if wide <= 128 else 0)
+    tiles = found._replace(lanes=lanes, groups=min(found.groups, lanes), slots=3 if wide <= 128 else 0)
     return tiles, blocks_of(rows, latent, tiles.keys, size)
 
 
