@@ -168,6 +168,15 @@ def test_positions_beyond_the_table_are_not_seen(name):
     close(run(*before, far, table, rank), kind.wanted(given))
 
 
+@pytest.mark.parametrize("contexts", [[62, 3, 0, 40, 31], [63, 3, 0, 40, 64]])
+def test_pages_behind_the_end_may_be_nan_whether_or_not_a_page_is_full(contexts):
+    """Whole blocks of two pages are copied; behind the ends stands a page written throughout, if there is one."""
+    kind, run = KINDS["decode"][0], program("decode")
+    assert kind.tiles.whole and kind.tiles.keys == 2 * kind.n
+    given = kind.case([1, 1, 0, 1, 1], contexts, 4)
+    close(run(*arguments(given)), kind.wanted(given))
+
+
 def test_slack_between_rows_is_cleared():
     kind, run = KINDS["mixed"][0], program("mixed")
     given = kind.case([3, 1, 0, 20, 1], [10, 100, 0, 40, 200], 5)

@@ -91,7 +91,7 @@ class Copies(Work):
 
     def wipe(self, slot, event) -> None:
         """Zeros behind the last row that the cache has, before the block is multiplied: 0 * NaN is NaN."""
-        lane, last, blocks = event.lane, event.page, self.shape.blocks
+        lane, last, blocks, clean = event.lane, event.page, self.shape.blocks, self.plan.scalars[3]
         part = self.split(self.lanes.block[lane])[1] if blocks.parts > 1 else 0
         self._wipe_page(slot, lane, last, event.page_rows - part * blocks.piece)
         if not self.shape.whole:
@@ -101,7 +101,7 @@ class Copies(Work):
             self.blank(slot, lane, page)
             return carry
 
-        jax.lax.fori_loop(last + 1, blocks.pages, behind, None)
+        jax.lax.fori_loop(last + 1, jnp.where(clean == 1, 0, blocks.pages), behind, None)
 
     def _wipe_page(self, slot, lane, page, count):
         """Keeps the first `count` rows of a page, whole words of the rows at a time."""
@@ -134,11 +134,6 @@ class Copies(Work):
         state, refs, shape = self.lanes, self.refs, self.shape
         blocks, spare = shape.blocks, 2 * shape.lanes * self.columns
 
-        @pl.when(state.nulls[1] == 1)
-        def _():
-            state.nulls[1] = 0
-            refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
-
         def lane(i, carry):
             @pl.when(state.row[i] >= 0)
             def _():
@@ -163,7 +158,10 @@ class Copies(Work):
 
             return carry
 
-        @pl.when(state.nulls[0] > 0)
+        now = state.nulls[0]
+
+        @pl.when(now + state.nulls[1] > 0)
         def _():
-            state.nulls[1] = 1
-            jax.lax.fori_loop(0, shape.lanes, lane, None)
+            state.nulls[1] = now
+            refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
+            pl.when(now > 0)(lambda: jax.lax.fori_loop(0, shape.lanes, lane, None))

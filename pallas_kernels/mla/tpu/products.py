@@ -63,8 +63,8 @@ class Products(Work):
         refs, shape, state = self.refs, self.shape, self.lanes
         rows, blocks = shape.rows, shape.blocks
         place = state.query[lane]
-        query = refs.queries[lane, place].reshape(rows, shape.latent)
-        tail = refs.tails[lane, place].reshape(2 * rows, LANES)
+        query = refs.queries[place].reshape(rows, shape.latent)
+        tail = refs.tails[place].reshape(2 * rows, LANES)
         pages = [refs.buffer[slot, self.place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
         tails = jnp.concatenate(pages, axis=0)
         score = _dot(query, self._latent(slot, lane), 1)

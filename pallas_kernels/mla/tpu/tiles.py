@@ -37,11 +37,13 @@ _MEASURED = {
     (7, 1): Tiles(16, 512, 2, whole=True),
 }
 _OTHERS = Tiles(8, 512, 1)
+# For up to 64 rows of products, where others are better.
+_NARROW = {(7, 1): Tiles(24, 512, 3, whole=True)}
 
 # Rows of the products times lanes: beyond, code and accumulators grow and nothing is left to hide.
 _MOST_ROWS = 1024
 # Copies written out in a step; small pages need many.
-_MOST_COPIES = 128
+_MOST_COPIES = 192
 # Scalar memory is 1 MiB on every chip; events and windows of the block table may take this much.
 SCALAR_BYTES = 768 << 10
 # For what the compiler itself puts into vector memory.
@@ -70,12 +72,15 @@ def _vmem() -> int:
 def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> tuple[Tiles, Blocks]:
     """Tiles and blocks for units of `queries` tokens over pages of `rows` rows."""
     size = jnp.dtype(dtype).itemsize
-    found = _MEASURED.get((generation(), size), _OTHERS)
-    wide = heads * queries
+    key, wide, most = (generation(), size), heads * queries, _MOST_ROWS
+    found = _MEASURED.get(key, _OTHERS)
+    if wide <= 64 and key in _NARROW:
+        found = _NARROW[key]
+        most = 64 * found.lanes
     lanes = found.lanes
-    while lanes > 1 and (lanes * wide > _MOST_ROWS or lanes * (found.keys // min(rows, found.keys)) > _MOST_COPIES):
+    while lanes > 1 and (lanes * wide > most or lanes * (found.keys // min(rows, found.keys)) > _MOST_COPIES):
         lanes //= 2
-    tiles = found._replace(lanes=lanes, groups=min(found.groups, lanes), slots=3 if wide <= 128 else 0)
+    tiles = found._replace(lanes=lanes, groups=min(found.groups, lanes), slots=found.slots if wide <= 128 else 0)
     return tiles, blocks_of(rows, latent, tiles.keys, size)
 
 
