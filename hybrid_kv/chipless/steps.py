@@ -80,9 +80,7 @@ class Setting:
             )
             raise UserError("rows_per_rank", self.rows_per_rank, fix)
         if not plan.forms.columns:
-            raise UserError(
-                "mesh", str(self.mesh), "kernels take convolutions of a multiple of 128 channels a device"
-            )
+            raise UserError("mesh", str(self.mesh), "kernels take convolutions of a multiple of 128 channels a device")
         return plan
 
 
