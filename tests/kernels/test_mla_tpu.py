@@ -32,6 +32,8 @@ SCALE, LAYER = 0.1, 1
 BF16, E4M3, B11 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz
 # Half the time to compile; each program runs a few times.
 FOUR_LANES, CAUSAL = Tiles(4, 128, 1), Visible()
+# All pages of a block are copied, those never written (NaN) too.
+WHOLE = FOUR_LANES._replace(whole=True)
 QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -95,13 +97,13 @@ def close(got, want):
 
 
 KINDS = {
-    "decode": (Kind(), 30),
+    "decode": (Kind(tiles=WHOLE), 30),
     "small-pages-fp8": (Kind(E4M3, n=16, heads=12, cache_scale=0.5), 20),
-    "stripe-of-8": (Kind(n=16, heads=32, shards=8, interleave=16, tiles=Tiles(8, 64, 2)), 15),
+    "stripe-of-8": (Kind(n=16, heads=32, shards=8, interleave=16, tiles=Tiles(8, 64, 2, whole=True)), 15),
     "stripe-of-2-verify": (Kind(B11, n=32, shards=2, query_tile=4, cache_scale=0.25), 15),
-    "large-pages-latent-512": (Kind(n=256, heads=64, latent=512, tiles=Tiles(2, 128, 1)), 15),
+    "large-pages-latent-512": (Kind(n=256, heads=64, latent=512, tiles=Tiles(2, 128, 1, whole=True)), 15),
     "mixed": (Kind(n=64, query_tile=64), 15),
-    "window-and-cap": (Kind(n=32, query_tile=2, sees=Visible(True, 50, 3.0)), 15),
+    "window-and-cap": (Kind(n=32, query_tile=2, sees=Visible(True, 50, 3.0), tiles=WHOLE), 15),
     "staggered": (Kind(n=32, heads=12, query_tile=4, tiles=Tiles(3, 128, 1, 1, staggered=True)), 15),
     "staggered-wide-fp8": (
         Kind(
@@ -116,7 +118,7 @@ KINDS = {
         ),
         10,
     ),
-    "drafts": (Kind(n=32, query_tile=4, heads=96, sees=Visible(False)), 10),
+    "drafts": (Kind(n=32, query_tile=4, heads=96, sees=Visible(False), tiles=WHOLE), 10),
     "many-heads": (Kind(n=128, heads=128, tiles=Tiles(3, 128, 3, 0)), 10),
 }
 
@@ -153,8 +155,9 @@ def test_any_ragged_batch_is_the_float64_attention_and_stripes_merge_to_it(name)
     check()
 
 
-def test_null_blocks_are_not_seen_wherever_they_are():
-    kind, run = KINDS["decode"][0], program("decode")
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_null_blocks_are_not_seen_wherever_they_are(name):
+    kind, run = KINDS[name][0], program(name)
     given = kind.case([1, 1, 1, 0, 1], [200, 130, 63, 0, 5], 3)
     table = given.table.copy()
     table[0, 1] = table[1, 0] = table[4, 0] = 0
@@ -170,15 +173,25 @@ def test_null_blocks_are_not_seen_wherever_they_are():
     assert np.isneginf(lse[3:]).all()
 
 
-def test_positions_beyond_the_table_are_not_seen():
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_positions_beyond_the_table_are_not_seen(name):
     """The last block of keys reaches behind the table, whose columns are no multiple of its pages."""
-    kind, run = KINDS["decode"][0], program("decode")
+    kind, run = KINDS[name][0], program(name)
     assert kind.columns % (kind.tiles.keys // kind.n)
     last = kind.columns * kind.n - 1
     given = kind.case([1] * 5, [last, 5, last, 100, 0], 9)
     *before, rows, table, rank = arguments(given)
     far = rows._replace(start=rows.start.at[0].set(last + 400).at[2].set(last + 10))
     close(run(*before, far, table, rank), kind.wanted(given))
+
+
+@pytest.mark.parametrize("contexts", [[62, 3, 0, 40, 31], [63, 3, 0, 40, 64]])
+def test_pages_behind_the_end_may_be_nan_whether_or_not_a_page_is_full(contexts):
+    """Whole blocks of two pages are copied; behind the ends stands a page written throughout, if there is one."""
+    kind, run = KINDS["decode"][0], program("decode")
+    assert kind.tiles.whole and kind.tiles.keys == 2 * kind.n
+    given = kind.case([1, 1, 0, 1, 1], contexts, 4)
+    close(run(*arguments(given)), kind.wanted(given))
 
 
 def test_slack_between_rows_is_cleared():
@@ -200,7 +213,7 @@ def test_slack_between_rows_is_cleared():
 @pytest.mark.parametrize(
     "kind",
     [
-        Kind(n=32, tiles=Tiles(2, 64, 1, 1)),
+        Kind(n=32, tiles=Tiles(2, 64, 1, 1, whole=True)),
         Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0)),
         Kind(n=32, query_tile=2, tiles=Tiles(2, 64, 1, 1, staggered=True)),
     ],

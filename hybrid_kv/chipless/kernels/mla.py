@@ -80,9 +80,9 @@ def _each(name: str, **options: Any) -> Iterator[Case]:
 
 
 CASES = (
-    limited("decode-bf16", _part(_attention), {"v6e": (795_000, 7_000), "tpu7x": (530_000, 10_000)}),
-    limited("decode-b11", _part(_attention, dtype=B11), {"v6e": (410_000, 5_500)}),
-    limited("decode-e4m3", _part(_attention, dtype=E4M3), {"tpu7x": (335_000, 7_500)}),
+    limited("decode-bf16", _part(_attention), {"v6e": (795_000, 6_800), "tpu7x": (510_000, 9_600)}),
+    limited("decode-b11", _part(_attention, dtype=B11), {"v6e": (410_000, 5_250)}),
+    limited("decode-e4m3", _part(_attention, dtype=E4M3), {"tpu7x": (312_000, 8_900)}),
     *(case for page in (16, 32, 64, 128, 1024) for case in _each(f"decode-page-{page}", page=page)),
     *_each("decode-equal", lengths=_EQUAL),
     *(case for heads in (12, 32, 96, 128) for case in _each(f"decode-{heads}-heads", heads=heads)),

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.mla.pages import LANES, pages_of
-from pallas_kernels.mla.tpu.blocks import Blocks, blocks_of, positions
+from pallas_kernels.mla.tpu.blocks import blocks_of, positions
 from pallas_kernels.mla.tpu.kernel import kernel
 from pallas_kernels.mla.tpu.plan import plan, units_of
 from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Shape
@@ -25,15 +26,31 @@ _WINDOW = 1024
 _QUERIES, _MOST_ROWS = 16, 512
 
 
-def _words(blocks: Blocks, place: Int32[Array, "parts keys"], pack: int) -> Int32[Array, "parts 3 pack words 128"]:
-    """Positions of the rows in each 32-bit word of first halves, second halves and tails of a page."""
-    halves = place.reshape(blocks.parts, 2, blocks.pages, blocks.piece)[:, :, 0]
-    first, second = (
-        jnp.broadcast_to(h[..., None], (*h.shape, LANES)) for h in jnp.moveaxis(halves, 1, 0)
-    )  # fmt: skip
-    tails = jnp.where(jnp.arange(LANES) < LANES // 2, first, second)
-    rows = jnp.stack([first, second, tails], axis=1)
-    return jnp.moveaxis(rows.reshape(blocks.parts, 3, -1, pack, LANES), 3, 2)
+def _keep(piece: int, itemsize: int) -> Int32[Array, "pack twice_words 128"]:
+    """Bits of rows to keep, where a 32-bit word holds `pack` neighbouring rows.
+
+    In entry i, as many words as a piece of a page has are kept, then comes one whose first i rows are, then none.
+    """
+    pack, words = 4 // itemsize, piece * itemsize // 4
+    place, more = np.arange(2 * words), np.arange(pack)
+    first = ((np.int64(1) << 8 * itemsize * more) - 1)[:, None]
+    bits = np.where(place < words, 0xFFFFFFFF, np.where(place == words, first, 0)).astype(np.uint32).view(np.int32)
+    return jnp.asarray(np.broadcast_to(bits[..., None], (*bits.shape, LANES)))
+
+
+def _finite_behind(
+    ids: Int32[Array, "R C"], rows: RaggedRows, page: int
+) -> tuple[Int32[Array, "R C"], Bool[Array, ""]]:
+    """Block tables with a page that is written throughout behind the end of each row; without such a page, unchanged.
+
+    So what is copied from behind the end is finite and need not be wiped. Returns also whether there is one.
+    """
+    column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    end = rows.start + rows.length
+    full = (ids > 0) & ((column + 1) * page <= end[:, None]) & (rows.length > 0)[:, None]
+    page_id = ids.ravel()[jnp.argmax(full.ravel())]
+    some = jnp.any(full)
+    return jnp.where(some & (column * page >= end[:, None]), page_id, ids), some
 
 
 def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, vmem, interpret, name):
@@ -41,10 +58,10 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
     count = query.shape[0]
     blocks, lanes, rows = shape.blocks, shape.lanes, shape.rows
     tiles_of_heads = -(-shape.heads // LANES)
-    pack = 4 // cache.dtype.itemsize
     member = jnp.tile(jnp.repeat(jnp.arange(blocks.pages, dtype=jnp.int32), blocks.piece), 2)[None]
     operands = (
-        *work, factor, query, tail, table, cache, place[:, None], member, _words(blocks, place, pack), *earlier
+        *work, factor, query, tail, table, cache, place[:, None], member, _keep(blocks.piece, cache.dtype.itemsize),
+        *earlier,
     )  # fmt: skip
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     vmem_spec = pl.BlockSpec(memory_space=pltpu.VMEM)
@@ -55,8 +72,8 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
     queries, stages = shape.queries, 2 * shape.slots + shape.spares
     scratch = [
         pltpu.VMEM((BUFFERS, lanes * blocks.pages * blocks.groups, blocks.piece, LANES), cache.dtype),
-        pltpu.VMEM((lanes, BUFFERS, queries, shape.heads, shape.latent), query.dtype),
-        pltpu.VMEM((lanes, BUFFERS, queries, 2, shape.heads, LANES), query.dtype),
+        pltpu.VMEM((lanes * BUFFERS, queries, shape.heads, shape.latent), query.dtype),
+        pltpu.VMEM((lanes * BUFFERS, queries, 2, shape.heads, LANES), query.dtype),
         pltpu.VMEM((3 * lanes, rows, shape.latent), jnp.float32),
         pltpu.VMEM((3 * lanes, rows, LANES), jnp.float32),
         pltpu.VMEM((3 * lanes, rows, LANES), jnp.float32),
@@ -68,13 +85,12 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
         pltpu.SMEM(((2 * lanes + 1) * table.shape[-1],), jnp.int32),
         pltpu.SemaphoreType.DMA((BUFFERS,)),
         pltpu.SemaphoreType.DMA((lanes + 1,)),
-        pltpu.SemaphoreType.DMA((lanes, BUFFERS)),
+        pltpu.SemaphoreType.DMA((lanes * BUFFERS,)),
         pltpu.SemaphoreType.DMA((3,)),
         pltpu.SemaphoreType.DMA(()),
-        *[pltpu.SMEM((lanes,), jnp.int32)] * 12,
+        *[pltpu.SMEM((lanes,), jnp.int32)] * 10,
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((BUFFERS,), jnp.int32),
-        pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((2 + 4 * (shape.slots + 1),), jnp.int32),
         pltpu.SMEM((5,), jnp.int32),
     ]
@@ -192,20 +208,23 @@ def _class(
     shape = Shape(
         lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards,
         visible=visible, groups=tiles.groups, window=window, splits=windows > 1 or blocks.parts > 1,
-        slots=tiles.slots, staggered=tiles.staggered, lse=lse,
+        slots=tiles.slots, staggered=tiles.staggered, lse=lse, whole=tiles.whole and visible.window is None,
     )  # fmt: skip
-    null = jnp.asarray(layer, jnp.int32) * pages
-    units = units_of(rows, here, count, queries, most, blocks, table, shards, visible)
-    work = plan(units, tiles.lanes, blocks, shape.page, window, windows, lead, null)
     # Lanes read up to four blocks behind the last column of a window.
     width = -(-(window + 4 * blocks.pages) // LANES) * LANES
+    null = jnp.asarray(layer, jnp.int32) * pages
+    ids = jnp.pad(jnp.clip(table, 0, pages - 1), ((0, 0), (0, windows * window - columns)))
+    clean = jnp.asarray(False)
+    if shape.whole:
+        ids, clean = _finite_behind(ids, rows, shape.page)
+    units = units_of(rows, here, count, queries, most, blocks, table, shards, rank, interleave, visible)
+    work = plan(units, tiles.lanes, blocks, window, windows, width, tiles.slots, lead, null, clean)
     scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * width)
     if scalars > SCALAR_BYTES:
         raise ValueError(
             f"mla_attention: {scalars} bytes of scalar memory needed for {count} tokens, {table.shape[0]} rows and a "
             f"table of {columns} columns; {SCALAR_BYTES} may be used: give fewer at once"
         )
-    ids = jnp.pad(jnp.clip(table, 0, pages - 1), ((0, 0), (0, windows * window - columns)))
     ids = jnp.pad(ids.reshape(-1, 1, window), ((0, 0), (0, 0), (0, width - window))) + null
     if not interpret:
         # Small as it is, the compiler would else move it into vector memory first.

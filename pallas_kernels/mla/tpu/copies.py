@@ -1,6 +1,5 @@
 """Blocks of keys on their way into vector memory, and what must not be multiplied taken out of them."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.mla.pages import LANES
 from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.state import Work
 
@@ -15,26 +15,25 @@ from pallas_kernels.mla.tpu.state import Work
 class Copies(Work):
     """Fetching of blocks."""
 
-    def fetch(self, lane, slot) -> Any:
-        """Starts the copies of a lane's next block; returns how many pages come.
+    def fetch(self, lane, slot, more) -> Any:
+        """Starts the copies of a lane's next block, if there are `more` steps; returns how many pages are counted.
 
-        Pages that are not to be read are copies of size 0, and the place for them keeps what it had, which is finite.
+        Counted, pages that are not to be read are copies of size 0, and the place for them keeps what it had, which is
+        finite. Else all pages of the block come (`Shape.whole`), and `wipe` takes out what must not be multiplied.
         An interpreter has no copies of a size not known before; there they are predicated.
         """
-        state, refs, blocks = self.lanes, self.refs, self.shape.blocks
-        at, last = state.at[lane], state.last[lane]
-        low = None if self.shape.visible.window is None else state.low[lane]
+        state, refs, blocks, whole = self.lanes, self.refs, self.shape.blocks, self.shape.whole
+        at = state.at[lane]
         first, part = at, jnp.int32(0)
         if blocks.parts > 1:
             first = jax.lax.div(at, blocks.parts)
             part = at - first * blocks.parts
-        came = jnp.clip(last + 1 - first, 0, blocks.pages)
-        if low is not None:
-            came = jnp.maximum(came - jnp.maximum(low - first, 0), 0)
+        came, there = 0, [more] * blocks.pages
+        if not whole:
+            came, there = self._counted(lane, first)
         for i in range(blocks.pages):
             column = first + i
-            there = column <= last if low is None else (column <= last) & (column >= low)
-            count = blocks.groups if self.interpreted else jnp.where(there, blocks.groups, 0)
+            count = blocks.groups if self.interpreted else jnp.where(there[i], blocks.groups, 0)
             # Windows are wide enough for reading behind the last page: there are other ids, all of them in the pool.
             page = refs.ids[column]
             source = refs.cache.at[page, pl.ds(0, count)]
@@ -43,17 +42,28 @@ class Copies(Work):
                 source = refs.cache.at[page, pl.ds(0, count), rows]
             target = refs.buffer.at[slot, pl.ds(self.place(lane, i, 0), count)]
             copy = pltpu.make_async_copy(source, target, refs.arrived.at[slot])
-            pl.when(there)(copy.start) if self.interpreted else copy.start()
+            pl.when(there[i])(copy.start) if self.interpreted else copy.start()
         state.at[lane] = at + blocks.pages
         return came
 
-    def fetch_all(self, slot) -> None:
+    def _counted(self, lane, first) -> tuple[Any, list[Any]]:
+        """How many pages from a column on are read, and which."""
+        state, pages = self.lanes, self.shape.blocks.pages
+        last = state.last[lane]
+        came, there = jnp.clip(last + 1 - first, 0, pages), [first + i <= last for i in range(pages)]
+        if self.shape.visible.window is not None:
+            low = state.low[lane]
+            came = jnp.maximum(came - jnp.maximum(low - first, 0), 0)
+            there = [fits & (first + i >= low) for i, fits in enumerate(there)]
+        return came, there
+
+    def fetch_all(self, slot, more) -> None:
         """A step's blocks in a loop over lanes, for the first steps."""
         fetched = self.lanes.fetched
         fetched[slot] = 0
 
         def one(lane, carry):
-            fetched[slot] += self.fetch(lane, slot) * self.shape.blocks.groups
+            fetched[slot] += self.fetch(lane, slot, more) * self.shape.blocks.groups
             return carry
 
         jax.lax.fori_loop(0, self.shape.lanes, one, None)
@@ -66,6 +76,9 @@ class Copies(Work):
             some = refs.buffer.at[slot, pl.ds(0, count)]
             pltpu.make_async_copy(some, some, refs.arrived.at[slot]).wait()
 
+        if self.shape.whole:
+            wait(refs.buffer.shape[1])
+            return
         if not self.interpreted:
             wait(self.lanes.fetched[slot])
             return
@@ -77,38 +90,49 @@ class Copies(Work):
         jax.lax.fori_loop(0, jax.lax.div(self.lanes.fetched[slot], groups), page, None)
 
     def wipe(self, slot, event) -> None:
-        """Zeros to rows that the cache does not have yet, before the page is multiplied: 0 * NaN is NaN."""
-        lane, dirty, end, blocks = event.lane, event.page, event.page_end, self.shape.blocks
+        """Zeros behind the last row that the cache has, before the block is multiplied: 0 * NaN is NaN."""
+        lane, last, blocks, clean = event.lane, event.page, self.shape.blocks, self.plan.scalars[3]
         part = self.split(self.lanes.block[lane])[1] if blocks.parts > 1 else 0
-        self._wipe_page(slot, lane, dirty, part, end)
+        self._wipe_page(slot, lane, last, event.page_rows - part * blocks.piece)
+        if not self.shape.whole:
+            return
 
-    def _wipe_page(self, slot, lane, page, part, end):
-        """Keeps rows at positions below `end` of a page, whole words of the rows at a time."""
+        def behind(page, carry):
+            self.blank(slot, lane, page)
+            return carry
+
+        jax.lax.fori_loop(last + 1, jnp.where(clean == 1, 0, blocks.pages), behind, None)
+
+    def _wipe_page(self, slot, lane, page, count):
+        """Keeps the first `count` rows of a page, whole words of the rows at a time."""
         refs, blocks = self.refs, self.shape.blocks
-        pack = refs.words.shape[2]
-        bits = 32 // pack
-        for kind in range(3):
-            halves = []
-            for i in range(pack):
-                mask = ((1 << bits) - 1) << (bits * i)
-                mask = mask - (1 << 32) if mask >= 1 << 31 else mask
-                word = jnp.where(refs.words[part, kind, i] < end, jnp.int32(mask), jnp.int32(0))
-                halves.append(word)
-            keep = functools.reduce(jnp.bitwise_or, halves)
-            for group in range(kind, blocks.groups - 1, 2) if kind < 2 else (blocks.groups - 1,):
-                rows = refs.buffer[slot, self.place(lane, page, group)]
-                words = pltpu.bitcast(rows, jnp.int32) & keep
-                refs.buffer[slot, self.place(lane, page, group)] = pltpu.bitcast(words, rows.dtype)
+        pack, words = refs.keep.shape[0], refs.keep.shape[1] // 2
+
+        def keep(count):
+            count = jnp.clip(count, 0, blocks.piece)
+            full = jax.lax.shift_right_logical(count, pack.bit_length() - 1)
+            return refs.keep[count & (pack - 1), pl.ds(words - full, words)]
+
+        first, second = keep(count), keep(count - blocks.rows // 2)
+        tails = jnp.where(jax.lax.broadcasted_iota(jnp.int32, first.shape, 1) < LANES // 2, first, second)
+        for group in range(blocks.groups):
+            place = self.place(lane, page, group)
+            rows = refs.buffer[slot, place]
+            words = pltpu.bitcast(rows, jnp.int32) & (
+                tails if group == blocks.groups - 1 else (first, second)[group % 2]
+            )
+            refs.buffer[slot, place] = pltpu.bitcast(words, rows.dtype)
+
+    def blank(self, slot, lane, page) -> None:
+        """Zeros to a page of a block."""
+        refs, groups = self.refs, self.shape.blocks.groups
+        zeros = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
+        refs.buffer[slot, pl.ds(self.place(lane, page, 0), groups)] = zeros
 
     def hide(self, slot) -> None:
         """Keys of null blocks, where a lane is at a unit that has some: not seen, and wiped."""
         state, refs, shape = self.lanes, self.refs, self.shape
         blocks, spare = shape.blocks, 2 * shape.lanes * self.columns
-
-        @pl.when(state.nulls[1] == 1)
-        def _():
-            state.nulls[1] = 0
-            refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
 
         def lane(i, carry):
             @pl.when(state.row[i] >= 0)
@@ -126,8 +150,7 @@ class Copies(Work):
                     @pl.when(refs.ids[spare + first - window * shape.window + j] == self.plan.scalars[2])
                     def _():
                         refs.hidden[i] = jnp.where(refs.member[...] == j, plans.FAR, refs.hidden[i])
-                        blank = jnp.zeros((blocks.groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
-                        refs.buffer[slot, pl.ds(self.place(i, j, 0), blocks.groups)] = blank
+                        self.blank(slot, i, j)
 
                     return carry
 
@@ -135,7 +158,10 @@ class Copies(Work):
 
             return carry
 
-        @pl.when(state.nulls[0] > 0)
+        now = state.nulls[0]
+
+        @pl.when(now + state.nulls[1] > 0)
         def _():
-            state.nulls[1] = 1
-            jax.lax.fori_loop(0, shape.lanes, lane, None)
+            state.nulls[1] = now
+            refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
+            pl.when(now > 0)(lambda: jax.lax.fori_loop(0, shape.lanes, lane, None))

@@ -3,72 +3,64 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.outputs import Outputs
-from pallas_kernels.mla.tpu.state import BUFFERS, Event, following_place
+from pallas_kernels.mla.tpu.state import Event
 
 
 class Changes(Outputs):
     """What happens now and then, ahead of the products or behind them."""
 
-    def at(self, which, step, body) -> Any:
-        """Runs body(event) for the events of a step; returns the first event behind them."""
+    def at(self, cursor, step, body) -> Any:
+        """Runs body(event) for the events of a step; `cursor`, the next event and its step, comes back behind them."""
 
-        def one(carry):
-            index, _ = carry
+        def one(cursor):
+            index, _ = cursor
+            following = self.plan.events[index + 1]
             body(Event(self.plan.events, index))
-            return index + 1, self.plan.events[index + 1]
+            return index + 1, following
 
-        index = self.lanes.cursor[which]
-        index, _ = jax.lax.while_loop(lambda c: c[1] == step, one, (index, self.plan.events[index]))
-        return index
+        return jax.lax.while_loop(lambda cursor: cursor[1] == step, one, cursor)
 
     def turn(self, event) -> None:
         """The lane fetches other blocks from now on, and the query that goes with them."""
-        lane = event.lane
-
-        def whole():
-            self._look(event, lane)
-            self._ask(lane, event.token, event.tokens)
-
         if not self.shape.splits:
-            whole()
+            self._look(event)
+            self._ask(event)
             return
-        pl.when(event.next != plans.SAME)(whole)
-        pl.when((event.next == plans.SAME) & (event.look == 1))(lambda: self._look(event, lane))
+        pl.when(event.look == 1)(lambda: self._look(event))
+        pl.when(event.next != plans.SAME)(lambda: self._ask(event))
 
-    def _look(self, event, lane):
+    def _look(self, event):
         """Page ids come from the window that was asked for, and the next one is."""
-        state, blocks = self.lanes, self.shape.blocks
-        place = 1 - state.window[lane]
-        begin = (2 * lane + place) * self.columns
-        state.window[lane] = place
-        state.at[lane] = event.at * blocks.pages + begin * blocks.parts
-        state.last[lane] = event.last + begin
+        state, lane, at = self.lanes, event.lane, event.at
+        following = self.window(lane, event.following, event.room)
+        self.window(lane, 0, 0).wait()
+        following.start()
+        state.at[lane] = at
+        if not self.shape.whole:
+            state.last[lane] = event.last
         if self.shape.visible.window is not None:
-            state.low[lane] = event.low + begin
-        self._window(lane, 0, place).wait()
-        self._window(lane, event.following, 1 - place).start()
+            state.low[lane] = event.low
 
-    def _window(self, lane, row, place):
-        begin = pl.multiple_of((2 * lane + place) * self.columns, self.columns)
+    def window(self, lane, row, place) -> Any:
+        """The copy of a window of the block table to a place in `ids`."""
+        begin = pl.multiple_of(place, self.columns)
         return pltpu.make_async_copy(
             self.refs.table.at[row, 0], self.refs.ids.at[pl.ds(begin, self.columns)], self.refs.windows.at[lane]
         )
 
-    def _ask(self, lane, token, count):
-        place = following_place(self.lanes.asked[lane], BUFFERS)
-        self.lanes.asked[lane] = place
+    def _ask(self, event):
+        place, token = event.query, event.token
 
         def ask(t, n):
-            for copy in self.query(lane, place, token + t, t, n):
+            for copy in self.query(place, token + t, t, n):
                 copy.start()
 
-        self.each(count, ask)
+        self.each(event.tokens, ask)
 
     def change(self, event) -> None:
         """Behind the last block of a unit: it leaves, and the lane takes up the next."""
@@ -78,44 +70,39 @@ class Changes(Outputs):
             self._change(event)
 
     def _change(self, event):
-        lane, old = event.lane, event.old
-        acc = self.lanes.acc[lane]
+        state, acc, lane, query = self.lanes, event.acc, event.lane, event.query
+        self.reset(acc)
+        before, old, slot, listed = acc ^ 1, event.old, event.slot, event.listed
         unit = (event.old_token, event.old_count, event.old_gap)
-        self._take_up(event, lane, acc)
-        full = self.end(acc, *unit, old == plans.FINISH)
-
-        @pl.when(full | (old == plans.KEEP))
-        def _():
-            pl.when(old == plans.KEEP)(lambda: self.copy(acc, 2 * self.shape.lanes + lane))
-            pl.when(full)(lambda: self.finish(acc, *unit))
-
-        place = self.lanes.query[lane]
+        fields = {
+            "row": event.row, "block": event.block, "position": event.position, "kept": before, "acc": acc,
+            "query": query,
+        }  # fmt: skip
+        if not self.shape.visible.causal:
+            fields["end"] = event.end
+        nulls = event.nulls
+        for name, value in fields.items():
+            getattr(state, name)[lane] = value
+        state.nulls[0] = nulls
+        state.ended[0] = listed
+        self.list(slot, before, *unit)
 
         def wait(t, n):
-            for copy in self.query(lane, place, 0, 0, n):
+            for copy in self.query(query, 0, 0, n):
                 copy.wait()
 
-        self.reset(2 * lane + 1 - (acc & 1))
         self.each(event.tokens, wait)
 
-    def _take_up(self, event, lane, acc):
-        """State of a lane at another unit, or at none."""
-        state, row = self.lanes, event.row
-        state.nulls[0] += (row >= 0).astype(jnp.int32) - (state.row[lane] >= 0).astype(jnp.int32)
-        state.row[lane] = row
-        state.block[lane] = event.block
-        state.position[lane] = event.position
-        if not self.shape.visible.causal:
-            state.end[lane] = event.end
-        state.kept[lane] = acc
-        state.acc[lane] = 2 * lane + 1 - (acc & 1)
-        state.query[lane] = following_place(state.query[lane], BUFFERS)
+        @pl.when(old != plans.COMMON)
+        def _():
+            pl.when(old == plans.KEEP)(lambda: self.copy(before, 2 * self.shape.lanes + lane))
+            pl.when(old == plans.FINISH)(lambda: self.finish(before, *unit))
 
-    def query(self, lane, place, token, t, count) -> tuple[Any, Any]:
+    def query(self, place, token, t, count) -> tuple[Any, Any]:
         """Copies of the queries of `count` tokens, to those of a unit from the t-th on."""
-        refs, sem = self.refs, self.refs.asked.at[lane, place]
+        refs, sem = self.refs, self.refs.asked.at[place]
         source, target = pl.ds(token, count), pl.ds(t, count)
         return (
-            pltpu.make_async_copy(refs.query.at[source], refs.queries.at[lane, place, target], sem),
-            pltpu.make_async_copy(refs.tail.at[source], refs.tails.at[lane, place, target], sem),
+            pltpu.make_async_copy(refs.query.at[source], refs.queries.at[place, target], sem),
+            pltpu.make_async_copy(refs.tail.at[source], refs.tails.at[place, target], sem),
         )

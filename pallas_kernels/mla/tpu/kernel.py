@@ -29,33 +29,35 @@ class Kernel(Changes, Copies, Staggered):
         state, refs, shape = self.lanes, self.refs, self.shape
 
         def lane(i, carry):
-            for ref in (state.at, state.window, state.asked, state.query, state.block):
+            for ref in (state.at, state.block):
                 ref[i] = 0
+            state.query[i] = BUFFERS * i
             state.last[i] = state.row[i] = -1
             state.low[i] = 0
             state.position[i] = state.end[i] = -plans.FAR
             state.acc[i] = 2 * i
-            self._window(i, self.plan.windows[i], 1).start()
+            self.window(i, self.plan.windows[i], (2 * i + 1) * self.columns).start()
             if shape.queries > 1:  # a unit may have fewer tokens
-                refs.queries[i] = jnp.zeros(refs.queries.shape[1:], refs.queries.dtype)
-                refs.tails[i] = jnp.zeros(refs.tails.shape[1:], refs.tails.dtype)
+                for place in range(BUFFERS):
+                    refs.queries[BUFFERS * i + place] = jnp.zeros(refs.queries.shape[1:], refs.queries.dtype)
+                    refs.tails[BUFFERS * i + place] = jnp.zeros(refs.tails.shape[1:], refs.tails.dtype)
             self.reset(2 * i)
             return carry
 
         jax.lax.fori_loop(0, shape.lanes, lane, None)
-        for ref in (state.nulls, state.cursor, state.ended, state.leaving):
+        for ref in (state.nulls, state.ended, state.leaving):
             for i in range(ref.shape[0]):
                 ref[i] = 0
         refs.hidden[...] = jnp.zeros(refs.hidden.shape, jnp.int32)
         refs.blank[...] = jnp.zeros(refs.blank.shape, refs.blank.dtype)
         refs.blank_lse[...] = jnp.full(refs.blank_lse.shape, -jnp.inf, jnp.float32)
         self.clear(0, self.plan.scalars[1])
+        if shape.whole:
+            return
 
         def place(i, carry):  # what no copy comes to is multiplied too
-            groups = shape.blocks.groups
-            blank = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
             for slot in range(BUFFERS):
-                refs.buffer[slot, pl.ds(i * groups, groups)] = blank
+                self.blank(slot, 0, i)
             return carry
 
         jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, place, None)
@@ -65,28 +67,29 @@ class Kernel(Changes, Copies, Staggered):
         self.prepare()
         steps = self.plan.scalars[0]
 
-        def first(step, carry):
-            state.cursor[0] = self.at(0, step, self.turn)
-            self.fetch_all(step)
-            return carry
+        def first(step, turns):
+            turns = self.at(turns, step, self.turn)
+            self.fetch_all(step, step < steps)
+            return turns
 
-        jax.lax.fori_loop(0, 2, first, None)
-        state.cursor[1] = self.at(1, 0, self.change)
+        begin = (jnp.int32(0), self.plan.events[0])
+        turns = jax.lax.fori_loop(0, 2, first, begin)
+        changes = self.at(begin, 0, self.change)
 
         def step(s, carry):
+            turns, changes = carry
             slot = jax.lax.rem(s, BUFFERS)
-            state.cursor[0] = self.at(0, s + 2, self.turn)
+            turns = self.at(turns, s + 2, self.turn)
             self.drain_stages()
             self.take(slot)
-            self.at(1, s + 1, lambda event: self.wipe(slot, event))
+            self.at(changes, s + 1, lambda event: self.wipe(slot, event))
             self.hide(slot)
-            self.advance(slot, jax.lax.rem(s + 2, BUFFERS))
+            self.advance(slot, jax.lax.rem(s + 2, BUFFERS), s + 2 < steps)
             self.send_listed()
             pl.when(state.leaving[4] > shape.lanes)(self.drain_spares)
-            state.cursor[1] = self.at(1, s + 1, self.change)
-            return carry
+            return turns, self.at(changes, s + 1, self.change)
 
-        jax.lax.fori_loop(0, steps, step, None)
+        jax.lax.fori_loop(0, steps, step, (turns, changes))
 
         def last(i, carry):
             self.merge(shape.lanes - 1 - i)
@@ -96,11 +99,12 @@ class Kernel(Changes, Copies, Staggered):
         self.finish_listed()
         for turn in range(3):
             self.drain(turn)
-        for ahead in range(2):
-            self.take(jax.lax.rem(steps + ahead, BUFFERS))
+        if not shape.whole:
+            for ahead in range(2):
+                self.take(jax.lax.rem(steps + ahead, BUFFERS))
 
         def asked(lane, carry):
-            self._window(lane, 0, 0).wait()
+            self.window(lane, 0, 0).wait()
             return carry
 
         jax.lax.fori_loop(0, shape.lanes, asked, None)
@@ -112,12 +116,13 @@ class Kernel(Changes, Copies, Staggered):
 
         jax.lax.fori_loop(0, state.leaving[3], cleared, None)
 
-    def advance(self, slot, coming) -> None:
+    def advance(self, slot, coming, more) -> None:
         """The straight-line code: blocks two steps on are sent for, ended units normalised, blocks multiplied."""
         fetched = []
         self.normalise_listed()
-        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming)))
-        self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
+        self.multiply(slot, lambda lane: fetched.append(self.fetch(lane, coming, more)))
+        if not self.shape.whole:
+            self.lanes.fetched[coming] = _tree(jnp.add, fetched) * self.shape.blocks.groups
 
 
 def _tree(operation, values):

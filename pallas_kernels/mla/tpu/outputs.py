@@ -25,15 +25,10 @@ class Outputs(Work):
         refs.total[acc] = jnp.zeros(refs.total.shape[1:], jnp.float32)
         refs.top[acc] = jnp.full(refs.top.shape[1:], LOWEST, jnp.float32)
 
-    def end(self, acc, token, count, gap, there=True) -> Any:
-        """Puts a unit on the list of those to be finished; returns whether it is full instead."""
-        ended, slots = self.lanes.ended, self.shape.slots
-        held = ended[0]
+    def list(self, slot, acc, token, count, gap) -> None:
+        """Puts a unit on the list of those to be finished; behind the last slot nobody looks."""
         for i, field in enumerate((acc, token, count, gap)):
-            ended[2 + i * (slots + 1) + held] = field  # behind the last slot nobody looks
-        room = there & (held < slots)
-        ended[0] = held + room.astype(jnp.int32)
-        return there & (held >= slots)
+            self.lanes.ended[2 + i * (self.shape.slots + 1) + slot] = field
 
     def copy(self, source, target) -> None:
         """One accumulator over another."""
@@ -61,7 +56,8 @@ class Outputs(Work):
             def _():
                 if self.shape.slots:
                     pl.when(self.lanes.ended[0] == self.shape.slots)(self.finish_listed)
-                    self.end(into, token, count, gap)
+                    self.list(self.lanes.ended[0], into, token, count, gap)
+                    self.lanes.ended[0] += 1
                 else:
                     self.finish(into, token, count, gap)
 
@@ -153,12 +149,17 @@ class Outputs(Work):
     def drain(self, turn) -> None:
         """Waits until the stages of a turn have been copied out."""
 
-        def wait(t, carry):
-            for copy in self._leave(0, turn, 0, 0, 1):
-                copy.wait()
-            return carry
+        refs, count = self.refs, self.lanes.leaving[turn]
 
-        jax.lax.fori_loop(0, self.lanes.leaving[turn], wait, None)
+        def wait(some):
+            for ref in (refs.out, refs.lse) if self.shape.lse else (refs.out,):
+                part = ref.at[pl.ds(0, some)]
+                pltpu.make_async_copy(part, part, refs.left.at[turn]).wait()
+
+        if self.interpreted:
+            jax.lax.fori_loop(0, count, lambda t, carry: wait(1), None)
+        else:
+            wait(count)
         self.lanes.leaving[turn] = 0
 
     def clear(self, token, count) -> None:

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from pallas_kernels.mla import stripe
 from pallas_kernels.mla.tpu.blocks import Blocks
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, tiles
 
-# What happens to the unit that a lane has been working on: nothing, it is complete, or the lane's share of it is kept
-# to be merged with those of other lanes.
-GO_ON, FINISH, KEEP = range(3)
+# What happens to the unit that a lane has been working on: nothing or it goes on the list of the step (`Events.slot`),
+# it is complete and the list full, or the lane's share of it is kept to be merged with those of other lanes.
+COMMON, FINISH, KEEP = range(3)
 # And what the lane does next: the same unit, another one, or nothing.
 SAME, OTHER, NOTHING = range(3)
 _NEVER = 1 << 30
@@ -36,6 +37,7 @@ class Units(NamedTuple):
       first: first block it sees.
       blocks: how many it sees.
       low, column: first and last column of the block table it sees.
+      last, written: last column that its row has, and how many rows of it on this rank.
       gap: slack tokens behind its tokens, up to the next row.
       row: of the block table.
       nulls: 1 if one of the blocks it sees is null.
@@ -52,6 +54,8 @@ class Units(NamedTuple):
     row: Int32[Array, "U"]
     low: Int32[Array, "U"]
     nulls: Int32[Array, "U"]
+    last: Int32[Array, "U"]
+    written: Int32[Array, "U"]
 
 
 class Events(NamedTuple):
@@ -62,14 +66,21 @@ class Events(NamedTuple):
       lane: whose.
       next: SAME, OTHER or NOTHING.
       look: 1 if page ids come from another window of the table now.
-      following: row of the table of windows that the lane's next event with `look` takes them from.
-      at, low, last: next block within the window, and first and last column there that are read.
+      following, room: row of the table of windows that the lane's next event with `look` takes them from, and where in
+        `ids` that goes.
+      at, low, last: next block (its column where pages are no larger than blocks), and first and last column that are
+        read, as places in `ids`.
       block, position, end, token, tokens: of the unit; see `Units`.
+      query: place of the unit's query.
+      acc: its accumulator; the one before is that with the last bit inverted.
       row: of the table of windows, where the unit's begin; -1 if none of its blocks is null.
-      old: GO_ON, FINISH or KEEP.
+      nulls: lanes at units with null blocks, from this event on.
+      old: COMMON, FINISH or KEEP.
+      slot, listed: of the list of units that end in the step, where this one goes (behind all others if nowhere), and
+        how long the list then is.
       old_token, old_count, old_gap: of the unit that ends.
-      page, page_end: place in the block before of the page that is only written up to a position, that position
-        relative to the page's first; far if there is none.
+      page, page_rows: place in the block before of the last page that its row has, and how many rows of that page are
+        written; the last page of the block and all of its rows if the row goes on.
     """
 
     step: Int32[Array, "E"]
@@ -77,6 +88,7 @@ class Events(NamedTuple):
     next: Int32[Array, "E"]
     look: Int32[Array, "E"]
     following: Int32[Array, "E"]
+    room: Int32[Array, "E"]
     at: Int32[Array, "E"]
     low: Int32[Array, "E"]
     last: Int32[Array, "E"]
@@ -85,20 +97,26 @@ class Events(NamedTuple):
     end: Int32[Array, "E"]
     token: Int32[Array, "E"]
     tokens: Int32[Array, "E"]
+    query: Int32[Array, "E"]
+    acc: Int32[Array, "E"]
     row: Int32[Array, "E"]
+    nulls: Int32[Array, "E"]
     old: Int32[Array, "E"]
+    slot: Int32[Array, "E"]
+    listed: Int32[Array, "E"]
     old_token: Int32[Array, "E"]
     old_count: Int32[Array, "E"]
     old_gap: Int32[Array, "E"]
     page: Int32[Array, "E"]
-    page_end: Int32[Array, "E"]
+    page_rows: Int32[Array, "E"]
 
 
 class Plan(NamedTuple):
     """Operands for scalar prefetch.
 
     Attributes:
-      scalars: [3] steps, slack tokens before the first row, the null block as a page of the pool.
+      scalars: [4] steps, slack tokens before the first row, the null block as a page of the pool, 1 if pages behind
+        the end of a row need not be wiped.
       events: `Events`, one field after another.
       joins: for each lane from the last to the first, [4]: where its share of a unit that lanes before it began is
         merged into (-1: it has none; below `lanes` that lane's accumulator, else that lane's share), and if that
@@ -106,7 +124,7 @@ class Plan(NamedTuple):
       windows: [lanes] row of the table of windows that each begins with.
     """
 
-    scalars: Int32[Array, "3"]
+    scalars: Int32[Array, "4"]
     events: Int32[Array, "FE"]
     joins: Int32[Array, "lanes4"]
     windows: Int32[Array, "lanes"]
@@ -128,6 +146,8 @@ def units_of(
     blocks: Blocks,
     table: Int32[Array, "R C"],
     shards: int,
+    rank: Int32[Array, ""] | int,
+    interleave: int,
     visible: Visible,
 ) -> Units:
     """Tiles of `tile` queries of the rows that are `here`.
@@ -157,30 +177,52 @@ def units_of(
     behind = grid.first + grid.high
     ends = behind == (rows.offset + rows.length)[grid.row]
     gap = jnp.where(ends, next_present(rows, count)[grid.row] - behind, 0)
+    final = jnp.clip((end + page - 1) // page, 1, columns) - 1
+    written = stripe.rows_before(jnp.clip(end - final * page, 0, page), rank, shards, interleave)
     return Units(
         grid.first, grid.high, grid.position, end, first, jnp.where(used, last - first, 0), seen - 1,
-        jnp.where(used, gap, 0), grid.row, low, nulls[grid.row].astype(jnp.int32),
+        jnp.where(used, gap, 0), grid.row, low, nulls[grid.row].astype(jnp.int32), final, written,
     )  # fmt: skip
+
+
+def _earlier(marked: Bool[Array, "n E"], of: Int32[Array, "E"]) -> Int32[Array, "n E"]:
+    """How many marked events with the same value of `of`, whose values lie together, come before each."""
+    before = jnp.cumsum(marked, axis=1, dtype=jnp.int32) - marked
+    index = jnp.arange(of.shape[0], dtype=jnp.int32)
+    begin = jax.lax.cummax(jnp.where(of != jnp.roll(of, 1), index, 0))
+    return before - before[:, begin]
+
+
+def _left(some: Bool[Array, "E"], unit: Bool[Array, "E"], lane: Int32[Array, "E"]) -> Bool[Array, "E"]:
+    """Whether there was `some` at the unit before, by events of each lane, those with a `unit` beginning one."""
+    index = jnp.arange(lane.shape[0], dtype=jnp.int32)
+    last = jax.lax.cummax(jnp.where(unit, index, -1))
+    last = jnp.append(jnp.full(1, -1, jnp.int32), last[:-1])
+    return (last >= 0) & (lane[jnp.maximum(last, 0)] == lane) & some[jnp.maximum(last, 0)]
 
 
 def plan(
     units: Units,
     lanes: int,
     blocks: Blocks,
-    page: int,
     window: int,
     windows: int,
+    width: int,
+    slots: int,
     lead: Int32[Array, ""],
     null: Int32[Array, ""],
+    clean: Bool[Array, ""],
 ) -> Plan:
     """The plan.
 
     Args:
-      page: positions of a column of the block table.
       window: columns in one window of the block table.
       windows: of a row of the table.
+      width: of a window in `ids`.
+      slots: units that may be on the list of a step.
       lead: slack tokens to be cleared before the first row.
       null: the null block as a page of the pool.
+      clean: whether pages behind the end of a row need not be wiped.
     """
     count = units.blocks.shape[0]
     held = window // blocks.pages * blocks.parts  # blocks of a window
@@ -233,9 +275,8 @@ def plan(
     complete = ends[old] == item
     block = units.first[unit] + item - base[unit]
     old_block = units.first[old] + before - base[old]
-    page_place = units.column[old] - old_block * blocks.pages // blocks.parts
-    page_end = units.end[old] - units.column[old] * page
-    dirty = has_old & (page_place >= 0) & (page_place < blocks.pages) & (page_end < page)
+    page_place = units.last[old] - old_block * blocks.pages // blocks.parts
+    dirty = has_old & (page_place >= 0) & (page_place < blocks.pages)
     place = jnp.clip(block // held, 0, windows - 1)
     row = units.row[unit] * windows
     source = jnp.where(idle, 0, row + place)
@@ -246,30 +287,50 @@ def plan(
     ahead = jnp.append(ahead[1:], index[-1])
     following = jnp.zeros_like(step).at[by_lane].set(source[by_lane[ahead]])
     starts = by_lane[jnp.searchsorted(lane[by_lane], jnp.arange(lanes, dtype=jnp.int32))]
+    # Places that a lane takes in turn: two for windows and accumulators, three for queries.
+    turns = (
+        jnp.zeros((2, step.shape[0]), jnp.int32)
+        .at[:, by_lane]
+        .set(_earlier(jnp.stack([looks, other | idle])[:, by_lane], lane[by_lane]))
+    )
+    now, later = ((2 * lane + (turns[0] + i) % 2) * width for i in (1, 0))
     finish = done & complete & ~resumed
     order = jnp.argsort(step, stable=True)
+    ended = _earlier(finish[order][None], step[order])[0]
+    slot, listed = (jnp.zeros_like(step).at[order].set(jnp.minimum(n, slots)) for n in (ended, ended + finish[order]))
+    slot = jnp.where(finish, slot, slots)
+    some = (units.nulls[unit] > 0) & ~idle
+    left = jnp.zeros_like(some).at[by_lane].set(_left(some[by_lane], (other | idle)[by_lane], lane[by_lane]))
+    change = jnp.where(other | idle, some.astype(jnp.int32) - left, 0)
+    nulls = jnp.zeros_like(step).at[order].set(jnp.cumsum(change[order], dtype=jnp.int32))
     events = Events(
         step=step,
         lane=lane,
         next=jnp.where(idle, NOTHING, jnp.where(other, OTHER, SAME)),
         look=looks.astype(jnp.int32),
         following=jnp.where(idle, 0, following),
-        at=block - place * held,
-        low=units.low[unit] - place * window,
-        last=jnp.where(idle, -FAR, jnp.minimum(units.column[unit] - place * window, window - 1)),
+        room=later,
+        at=jnp.where(idle, 0, (block - place * held) * blocks.pages) + now * blocks.parts,
+        low=units.low[unit] - place * window + now,
+        last=jnp.where(idle, -FAR, jnp.minimum(units.column[unit] - place * window, window - 1) + now),
         block=block,
         position=jnp.where(idle, -FAR, units.position[unit]),
         end=jnp.where(idle, -FAR, units.end[unit]),
         # A lane without work asks for some query all the same.
         token=jnp.where(idle, 0, units.token[unit]),
         tokens=jnp.where(idle, 1, units.tokens[unit]),
-        row=jnp.where((units.nulls[unit] > 0) & ~idle, row, -1),
-        old=jnp.where(finish, FINISH, jnp.where(done & resumed, KEEP, GO_ON)),
+        query=3 * lane + (turns[1] + 1) % 3,
+        acc=2 * lane + (turns[1] + 1) % 2,
+        row=jnp.where(some, row, -1),
+        nulls=nulls,
+        old=jnp.where(finish & (slot == slots), FINISH, jnp.where(done & resumed, KEEP, COMMON)),
+        slot=slot,
+        listed=listed,
         old_token=units.token[old],
         old_count=units.tokens[old],
         old_gap=units.gap[old],
-        page=jnp.where(dirty, page_place, 0),
-        page_end=jnp.where(dirty, page_end, FAR),
+        page=jnp.where(dirty, page_place, blocks.pages - 1),
+        page_rows=jnp.where(dirty, units.written[old], blocks.rows),
     )
 
     # From the last lane to the first: what a lane resumed goes to the lane that has the block before.
@@ -285,7 +346,7 @@ def plan(
         axis=1,
     )
     return Plan(
-        scalars=jnp.stack([jnp.max(stop - begin), jnp.asarray(lead, jnp.int32), null]),
+        scalars=jnp.stack([jnp.max(stop - begin), jnp.asarray(lead, jnp.int32), null, clean.astype(jnp.int32)]),
         events=joined(*(field[order] for field in events)),
         joins=joins[::-1].ravel(),
         windows=source[starts],

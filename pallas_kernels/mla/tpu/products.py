@@ -63,8 +63,8 @@ class Products(Work):
         refs, shape, state = self.refs, self.shape, self.lanes
         rows, blocks = shape.rows, shape.blocks
         place = state.query[lane]
-        query = refs.queries[lane, place].reshape(rows, shape.latent)
-        tail = jnp.concatenate([refs.tails[lane, place, :, half].reshape(rows, LANES) for half in range(2)], axis=0)
+        query = refs.queries[place].reshape(rows, shape.latent)
+        tail = jnp.concatenate([refs.tails[place, :, half].reshape(rows, LANES) for half in range(2)], axis=0)
         pages = [refs.buffer[slot, self.place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
         tails = jnp.concatenate(pages, axis=0)
         score = dot(query, self._latent(slot, lane), 1)

@@ -71,8 +71,8 @@ class Staggered(Products):
         A row of tails has those of both halves; the query is 0 where the other one is.
         """
         refs, shape, place = self.refs, self.shape, self.lanes.query[lane]
-        query = refs.queries[lane, place].reshape(shape.rows, shape.latent)
-        tail = refs.tails[lane, place, :, half].reshape(shape.rows, LANES)
+        query = refs.queries[place].reshape(shape.rows, shape.latent)
+        tail = refs.tails[place, :, half].reshape(shape.rows, LANES)
         planes = [*(2 * plane + half for plane in range(shape.latent // LANES)), shape.blocks.groups - 1]
         keys = jnp.concatenate([self._groups(slot, lane, [plane]) for plane in planes], axis=1)
         return dot(jnp.concatenate([query, tail], axis=1), keys, 1)

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.blocks import Blocks
@@ -32,6 +31,7 @@ class Shape:
       slots: units that can be finished beside the products of the next step; more at once are finished on their own.
       staggered: lanes go through the stages one behind the other (`staggered`).
       lse: whether it is returned; without it what that costs can be measured.
+      whole: whether all pages of a block are copied, those not to be read too.
     """
 
     lanes: int
@@ -47,6 +47,7 @@ class Shape:
     slots: int
     staggered: bool
     lse: bool
+    whole: bool
 
     @property
     def rows(self) -> int:
@@ -68,16 +69,13 @@ class Lanes(NamedTuple):
     """State in scalar memory, [lanes] each unless said otherwise.
 
     Fetching, two steps ahead: next block (its column where pages are no larger than blocks), first and last column to
-    read, all as places in `ids`; which of two windows that is, and where the query goes. Working: block, position of
-    the unit's first token, end of its row, the query's place, the accumulator, the one before, and where the unit's
-    row of the table begins if it has null blocks.
+    read, all as places in `ids`. Working: block, position of the unit's first token, end of its row, the query's place,
+    the accumulator, the one before, and where the unit's row of the table begins if it has null blocks.
     """
 
     at: Any
     low: Any
     last: Any
-    window: Any
-    asked: Any
     block: Any
     position: Any
     end: Any
@@ -87,7 +85,6 @@ class Lanes(NamedTuple):
     row: Any
     nulls: Any  # [2] lanes at units with null blocks, and whether `hidden` is not all 0
     fetched: Any  # [BUFFERS] groups of rows on their way
-    cursor: Any  # [2] next events: to fetch, to work
     ended: Any  # [2 + 4 (slots + 1)] units to be finished: how many, whose turn; of each accumulator, token, count, gap
     # [5] tokens on their way out in each turn, of units finished on their own, cleared slack; stages of those units
     leaving: Any
@@ -103,12 +100,12 @@ class Refs(NamedTuple):
     cache: Any  # HBM [layers B, groups, n / 2, 128]
     place: Any  # VMEM [parts, 1, keys] positions of keys within a block
     member: Any  # VMEM [1, keys] index of the page a key is in
-    words: Any  # VMEM [parts, 3, pack, words, 128] positions of the rows in each word of first, second halves, tails
+    keep: Any  # VMEM [rows of a word, 2 words of a piece, 128] int32: all bits, then those of the first rows, then none
     out: Any  # HBM [T, N, L]
     lse: Any  # HBM [T, N' / 128, 128]
     buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]
-    queries: Any  # VMEM [lanes, BUFFERS, Q, N, L]
-    tails: Any  # VMEM [lanes, BUFFERS, Q, 2, N, 128]
+    queries: Any  # VMEM [lanes * BUFFERS, Q, N, L]
+    tails: Any  # VMEM [lanes * BUFFERS, Q, 2, N, 128]
     acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes keep of units
     top: Any  # VMEM [3 lanes, Q N, 128] fp32
     total: Any  # VMEM [3 lanes, Q N, 128] fp32
@@ -120,14 +117,14 @@ class Refs(NamedTuple):
     ids: Any  # SMEM [(2 lanes + 1) * columns of a window]
     arrived: Any  # DMA [BUFFERS]
     windows: Any  # DMA [lanes + 1]
-    asked: Any  # DMA [lanes, BUFFERS]
+    asked: Any  # DMA [lanes * BUFFERS]
     left: Any  # DMA [3]
     cleared: Any  # DMA []
     lanes: Lanes
 
 
 class Event:
-    """An event: fields of `plan.Events` by name."""
+    """An event: fields of `plan.Events` by name. Each use is a load, and none moves ahead of a store."""
 
     def __init__(self, events, index):
         self._events, self._index, self._count = events, index, events.shape[0] // len(plans.Events._fields)
@@ -166,8 +163,3 @@ class Work:
     def place(self, lane, page, group) -> Any:
         """Where a group of a page lies in a buffer."""
         return (lane * self.shape.blocks.pages + page) * self.shape.blocks.groups + group
-
-
-def following_place(place, count) -> Any:
-    """The next of `count` places that take turns."""
-    return jnp.where(place == count - 1, 0, place + 1)

@@ -20,6 +20,7 @@ class Tiles(NamedTuple):
       groups: parts of the lanes that go through the stages one after another (`kernel.Shape`).
       slots: units finished beside the products of the next step.
       staggered: lanes go through the stages one behind the other (`staggered`); for products of many rows.
+      whole: copies all pages of a block, those behind the end of a row too: less to decide for each, more to read.
     """
 
     lanes: int
@@ -27,6 +28,7 @@ class Tiles(NamedTuple):
     groups: int
     slots: int = 3
     staggered: bool = False
+    whole: bool = False
 
 
 # By rows of queries in a unit, heads times tokens, up to which they hold: by chip generation and bytes of a cached
@@ -34,11 +36,18 @@ class Tiles(NamedTuple):
 # 64 heads; docs/13-mla-kernels.md has what each costs.
 _FOUR_TOKENS, _EIGHT_TOKENS = Tiles(8, 512, 1, 1, staggered=True), Tiles(3, 512, 1, 0, staggered=True)
 _MEASURED: dict[int, dict[tuple[int, int] | None, Tiles]] = {
+    64: {
+        (6, 2): Tiles(8, 512, 1),
+        (6, 1): Tiles(8, 512, 1),
+        (7, 2): Tiles(16, 512, 2, whole=True),
+        (7, 1): Tiles(24, 512, 3, whole=True),
+        None: Tiles(8, 512, 1),
+    },
     128: {
         (6, 2): Tiles(8, 512, 1),
         (6, 1): Tiles(8, 512, 1),
-        (7, 2): Tiles(16, 512, 2),
-        (7, 1): Tiles(16, 512, 2),
+        (7, 2): Tiles(16, 512, 2, whole=True),
+        (7, 1): Tiles(16, 512, 2, whole=True),
         None: Tiles(8, 512, 1),
     },
     256: dict.fromkeys([(6, 2), (6, 1), (7, 2), (7, 1), None], _FOUR_TOKENS),
@@ -46,9 +55,9 @@ _MEASURED: dict[int, dict[tuple[int, int] | None, Tiles]] = {
 }
 
 # Rows of the products times lanes: beyond, code and accumulators grow and nothing is left to hide.
-_MOST_ROWS = {128: 1024, 256: 2048, 512: 1536}
+_MOST_ROWS = {64: 1536, 128: 1024, 256: 2048, 512: 1536}
 # Copies written out in a step; small pages need many.
-_MOST_COPIES = 128
+_MOST_COPIES = 192
 # Scalar memory is 1 MiB on every chip; events and windows of the block table may take this much.
 SCALAR_BYTES = 768 << 10
 # For what the compiler itself puts into vector memory.

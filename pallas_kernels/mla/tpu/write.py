@@ -4,7 +4,9 @@ The rows of a token are one sublane of five tiles of a page, and memory is writt
 work is a *patch*: the tiles that hold 8 rows of each half of a page, [9 half-planes, 8, 128], since the tails of both
 halves share a tile. A page seen as [9, n / 2, 128] makes a patch one rectangle: one copy in, the new rows put over it,
 one copy out. New tokens come by in chunks; patches of a chunk are all different, so any number may be on their way, and
-before the next chunk begins all of them are home.
+before the next chunk begins all of them are home. They are worked on in groups of 8: what a copy costs is scalar work,
+which straight-line code for a group and one wait for its copies keep small. Decode has one new row in each patch;
+a group of such patches has its rows put without a branch.
 
 Values are moved as bits: a patch is taken for int32 words that hold 1, 2 or 4 rows each, and a row is shifted
 and masked into its word. So types the core can't compute with cost the same.
@@ -28,8 +30,8 @@ from pallas_kernels.rows import RaggedRows, owner
 GROUP = 8
 # Tokens of a chunk: 4 KiB each in VMEM, twice.
 CHUNK = 512
-# Places for patches, a power of two, and how many are on their way in; the rest are on their way out.
-PLACES, AHEAD = 32, 16
+# Patches worked on together; places for groups of patches, and how many of those are on their way in.
+TOGETHER, PLACES, AHEAD = 8, 8, 4
 # Bytes of scalar memory that the lists of patches may take.
 SCALARS = 1 << 19
 
@@ -107,15 +109,62 @@ def patches_of(
     return Patches(*(field[order] for field in found)), jnp.sum(wanted, dtype=jnp.int32)
 
 
+class Lists(NamedTuple):
+    """Patches as the kernel reads them, [chunks * M'] each but the last.
+
+    Attributes:
+      block: page of all layers.
+      group, base: as in `Patches`.
+      ranges: low, high, low2, high2, a byte each from the lowest.
+      token: in the chunk, of its first row.
+      first: where that row goes: a byte each for its 32-bit word among the words of first halves (255: not there),
+        that among those of second halves, and the bits it is shifted by.
+      several: [chunks * M' / TOGETHER] 1 if a patch of the group has more than one row.
+    """
+
+    block: Int32[Array, "M"]
+    group: Int32[Array, "M"]
+    base: Int32[Array, "M"]
+    ranges: Int32[Array, "M"]
+    token: Int32[Array, "M"]
+    first: Int32[Array, "M"]
+    several: Int32[Array, "G"]
+
+
+def _listed(
+    patches: Patches, total: Int32[Array, "chunks"], page: Int32[Array, ""], *, n: int, width: int, shards: int,
+    rank: Int32[Array, ""] | int, interleave: int,
+) -> Lists:  # fmt: skip
+    """Lists with room for the groups that are sent for ahead; `page` is the first of the layer."""
+    most = patches.block.shape[1]
+    room = (-(-most // TOGETHER) + AHEAD) * TOGETHER
+    patches = Patches(*(jnp.pad(field, ((0, 0), (0, room - most))) for field in patches))
+    there = jnp.arange(room, dtype=jnp.int32) < total[:, None]
+    rows = patches.high - patches.low + patches.high2 - patches.low2
+    second = (patches.high == patches.low).astype(jnp.int32)
+    at = jnp.where(second == 1, patches.low2, patches.low)
+    row = second * (n // 2) + patches.group + at
+    token = patches.base + stripe.position_in_block(row, rank, shards, interleave)
+    word = at * width // 32
+    first = jnp.where(second == 1, 255 | word << 8, word | 255 << 8) | at * width % 32 << 16
+    ranges = patches.low | patches.high << 8 | patches.low2 << 16 | patches.high2 << 24
+    several = jnp.any((there & (rows > 1)).reshape(len(total), -1, TOGETHER), axis=2)
+    lists = (
+        patches.block + page, patches.group, patches.base, ranges, jnp.where(there, token, 0), first, several
+    )  # fmt: skip
+    return Lists(*(field.astype(jnp.int32).ravel() for field in lists))
+
+
 def _kernel(
-    patches: Any, count: Any, place_of: Any, bits: Any, _: Any, pool: Any, tiles: Any, arrived: Any, left: Any,
-    *, n: int, shards: int, interleave: int, width: int, long_rows: bool,
+    lists: Any, count: Any, rank_of: Any, bits: Any, _: Any, pool: Any, tiles: Any, arrived: Any, left: Any,
+    *, n: int, shards: int, interleave: int, width: int, long_rows: bool, interpreted: bool,
 ) -> None:  # fmt: skip
-    """patches: SMEM, fields of `Patches`, each [chunks, M]; place_of: SMEM [2] of (layer, rank)."""
-    chunk = pl.program_id(0)
+    """lists: SMEM, `Lists`; rank_of: SMEM [1]; pool: [pages, 9, n / 2, 128]; tiles: [PLACES, TOGETHER * 9, 8, 128]."""
+    chunk, rank = pl.program_id(0), rank_of[0]
     total, per_word = count[chunk], 32 // width
-    layer, rank = place_of[0], place_of[1]
-    planes = (tiles.shape[1] - 1) // 2
+    room = lists.block.shape[0] // pl.num_programs(0)
+    halves = tiles.shape[1] // TOGETHER
+    planes = (halves - 1) // 2
     shape = (GROUP // per_word, LANES)
     word = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     side = jax.lax.broadcasted_iota(jnp.int32, shape, 1) // TAIL
@@ -124,20 +173,59 @@ def _kernel(
     step = step if long_rows else 0
     ones = -1 if width == 32 else (1 << width) - 1
 
-    def patch(i: Any) -> Any:
-        group = pl.multiple_of(patches.group[chunk, i], GROUP)
-        return pool.at[layer, patches.block[chunk, i], :, pl.ds(group, GROUP)]
+    def copies(which: Any, inwards: bool) -> None:
+        """Starts the copies of a group; those of patches that are not there have size 0.
 
-    def read(i: Any) -> Any:
-        place = i & (PLACES - 1)
-        return pltpu.make_async_copy(patch(i), tiles.at[place], arrived.at[place])
+        An interpreter has no copies of a size not known before; there they are predicated.
+        """
+        place, begin = which & (PLACES - 1), which * TOGETHER
+        for j in range(TOGETHER):
+            at, there = chunk * room + begin + j, begin + j < total
+            size = halves if interpreted else jnp.where(there, halves, 0)
+            group = pl.multiple_of(lists.group[at], GROUP)
+            outer = pool.at[lists.block[at], pl.ds(0, size), pl.ds(group, GROUP)]
+            inner = tiles.at[place, pl.ds(j * halves, size)]
+            if inwards:
+                copy = pltpu.make_async_copy(outer, inner, arrived.at[place])
+            else:
+                copy = pltpu.make_async_copy(inner, outer, left.at[place])
+            pl.when(there)(copy.start) if interpreted else copy.start()
 
-    def write(i: Any) -> Any:
-        place = i & (PLACES - 1)
-        return pltpu.make_async_copy(tiles.at[place], patch(i), left.at[place])
+    def wait(which: Any, sem: Any) -> None:
+        """For all copies of a group."""
+        place = which & (PLACES - 1)
+        there = jnp.where(which < 0, 0, jnp.clip(total - which * TOGETHER, 0, TOGETHER))
 
-    def put(i: Any) -> None:
-        place, group, base = i & (PLACES - 1), patches.group[chunk, i], patches.base[chunk, i]
+        def some(size: Any) -> None:
+            part = tiles.at[place, pl.ds(0, size)]
+            pltpu.make_async_copy(part, part, sem.at[place]).wait()
+
+        if interpreted:
+            jax.lax.fori_loop(0, there, lambda j, _: some(halves), None)
+        else:
+            some(there * halves)
+
+    def put_first(which: Any) -> None:
+        """The first row of each patch of a group."""
+        place = which & (PLACES - 1)
+        for j in range(TOGETHER):
+            at = chunk * room + which * TOGETHER + j
+            token, first = lists.token[at], lists.first[at]
+            shift = first >> 16
+            mask = jnp.int32(ones) << shift
+            own = [jnp.where(word == (first >> 8 * half & 255), mask, 0) for half in range(2)]
+            tail = jnp.where(side == 0, own[0], own[1])
+            values = [bits[token, pl.ds(plane, 1)] << shift for plane in range(planes + 1)]
+            for target in range(halves):
+                keep = tail if target == halves - 1 else own[target % 2]
+                words = pltpu.bitcast(tiles[place, j * halves + target], jnp.int32)
+                words = (words & ~keep) | (values[target // 2] & keep)
+                tiles[place, j * halves + target] = pltpu.bitcast(words, tiles.dtype)
+
+    def put(which: Any, j: Any) -> None:
+        """All rows of a patch."""
+        at = chunk * room + which * TOGETHER + j
+        place, group, base, ranges = which & (PLACES - 1), lists.group[at], lists.base[at], lists.ranges[at]
 
         def one(half: int, at: Any) -> None:
             row = half * (n // 2) + group + at
@@ -148,6 +236,7 @@ def _kernel(
                 target, own = (
                     (2 * plane + half, mask) if plane < planes else (2 * planes, jnp.where(side == half, mask, 0))
                 )
+                target += j * halves
                 words = pltpu.bitcast(tiles[place, target], jnp.int32)
                 value = bits[token, pl.ds(plane, 1)] << shift
                 tiles[place, target] = pltpu.bitcast((words & ~own) | (value & own), tiles.dtype)
@@ -159,39 +248,39 @@ def _kernel(
                 every = [pl.ds(token + k * step, GROUP // per_word, per_word * step) for k in range(per_word)]
                 parts = [bits[tokens, pl.ds(plane, 1)].reshape(shape) << k * width for k, tokens in enumerate(every)]
                 words = functools.reduce(jnp.bitwise_or, parts)
-                target = 2 * plane + half if plane < planes else 2 * planes
+                target = j * halves + (2 * plane + half if plane < planes else 2 * planes)
                 if plane == planes:
                     words = jnp.where(side == half, words, pltpu.bitcast(tiles[place, target], jnp.int32))
                 tiles[place, target] = pltpu.bitcast(words, tiles.dtype)
 
-        for half, (low, high) in enumerate(((patches.low, patches.high), (patches.low2, patches.high2))):
-            begin, end = low[chunk, i], high[chunk, i]
+        for half in range(2):
+            begin, end = (ranges >> 16 * half & 255), (ranges >> 16 * half + 8 & 255)
             if step:
                 pl.when(end - begin == GROUP)(functools.partial(whole, half))
                 begin = jnp.where(end - begin == GROUP, end, begin)
             jax.lax.fori_loop(begin, end, lambda at, _, half=half: one(half, at), None)
 
-    def first(i, carry):
-        read(i).start()
-        return carry
+    def visit(which, carry):
+        wait(which - (PLACES - AHEAD), left)
+        copies(which + AHEAD, inwards=True)
+        wait(which, arrived)
+        several = lists.several[chunk * (room // TOGETHER) + which]
+        pl.when(several == 0)(lambda: put_first(which))
 
-    def visit(i, carry):
-        later = i + AHEAD
-
-        @pl.when(later < total)
+        @pl.when(several > 0)
         def _():
-            pl.when(later >= PLACES)(lambda: write(later - PLACES).wait())
-            read(later).start()
+            there = jnp.minimum(total - which * TOGETHER, TOGETHER)
+            jax.lax.fori_loop(0, there, lambda j, _: put(which, j), None)
 
-        read(i).wait()
-        put(i)
-        write(i).start()
+        copies(which, inwards=False)
         return carry
 
-    jax.lax.fori_loop(0, jnp.minimum(AHEAD, total), first, None)
-    jax.lax.fori_loop(0, total, visit, None)
-    # Those whose place nothing came to afterwards have not been waited for.
-    jax.lax.fori_loop(jnp.maximum(total - PLACES, 0), total, lambda i, _: write(i).wait(), None)
+    groups = (total + TOGETHER - 1) // TOGETHER
+    for which in range(AHEAD):
+        copies(which, inwards=True)
+    jax.lax.fori_loop(0, groups, visit, None)
+    for which in range(PLACES - AHEAD):
+        wait(groups - 1 - which, left)
 
 
 def mla_write(
@@ -222,10 +311,11 @@ def mla_write(
         )
     chunk = min(CHUNK, new.shape[0])
     chunks = -(-new.shape[0] // chunk)
-    lists = chunks * most_patches(chunk, table.shape[0]) * len(Patches._fields) * 4
-    if lists > SCALARS:
+    room = (-(-most_patches(chunk, table.shape[0]) // TOGETHER) + AHEAD) * TOGETHER
+    size = chunks * room * len(Lists._fields) * 4
+    if size > SCALARS:
         raise ValueError(
-            f"new: got {new.shape[0]} tokens of {table.shape[0]} rows; their lists take {lists} bytes of scalar memory "
+            f"new: got {new.shape[0]} tokens of {table.shape[0]} rows; their lists take {size} bytes of scalar memory "
             f"and may take {SCALARS}: write them in several calls"
         )
     width = 8 * jnp.dtype(cache.dtype).itemsize
@@ -234,11 +324,20 @@ def mla_write(
     patches, total = jax.vmap(
         lambda begin: patches_of(rows, table, begin, blocks=cache.shape[1], chunk=chunk, n=n, rank=rank, **place)
     )(chunk * jnp.arange(chunks, dtype=jnp.int32))
-    pool = cache.reshape(*cache.shape[:2], halves, n // 2, LANES)
+    page = jnp.asarray(layer, jnp.int32) * cache.shape[1]
+    lists = _listed(patches, total, page, n=n, width=width, rank=rank, **place)
+    pool = cache.reshape(cache.shape[0] * cache.shape[1], halves, n // 2, LANES)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     bits = _bits(stored(new, cache.dtype, cache_scale), form.latent)
     done = pl.pallas_call(
-        functools.partial(_kernel, n=n, width=width, long_rows=new.shape[0] >= GROUP * len(rows.offset), **place),
+        functools.partial(
+            _kernel,
+            n=n,
+            width=width,
+            long_rows=new.shape[0] >= GROUP * len(rows.offset),
+            interpreted=bool(interpret),
+            **place,
+        ),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -246,18 +345,16 @@ def mla_write(
             in_specs=[pl.BlockSpec((chunk, *bits.shape[1:]), lambda i, *_: (i, 0, 0)), hbm],
             out_specs=hbm,
             scratch_shapes=[
-                pltpu.VMEM((PLACES, halves, GROUP, LANES), pool.dtype),
+                pltpu.VMEM((PLACES, TOGETHER * halves, GROUP, LANES), pool.dtype),
                 pltpu.SemaphoreType.DMA((PLACES,)),
                 pltpu.SemaphoreType.DMA((PLACES,)),
             ],
         ),
-        input_output_aliases={len(patches) + 3: 0},
+        input_output_aliases={len(lists) + 3: 0},
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         name="mla_write",
-    )(
-        patches, total, jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(rank, jnp.int32)]), bits, pool,
-    )  # fmt: skip
+    )(lists, total, jnp.asarray(rank, jnp.int32)[None], bits, pool)
     return done.reshape(cache.shape)
 
 
