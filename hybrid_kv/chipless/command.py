@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hybrid_kv.chipless import pod_report
 from hybrid_kv.chipless.fit import fit, fit_table
-from hybrid_kv.chipless.pods import DEVICES, pod
+from hybrid_kv.chipless.pods import pod
+from hybrid_kv.chipless.slices import expert_form
 from hybrid_kv.chipless.steps import KINDS, Setting
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import DATA, TENSOR
@@ -28,13 +29,6 @@ def model_of(name: str) -> KimiLinearConfig:
     if (Path(name) / "config.json").is_file():
         return load_config(name)
     raise UserError("model", name, f"use one of {', '.join(NAMES)}, or a folder with a config.json")
-
-
-def expert_form(model: KimiLinearConfig, chip: str) -> str:
-    """As experts are stored, where the chip has a kernel for it."""
-    if not model.packed_experts or DEVICES[chip].kernels != "tpu":
-        return "plain"
-    return "native" if chip == "tpu7x" else "packed"
 
 
 def setting_of(options: argparse.Namespace) -> Setting:

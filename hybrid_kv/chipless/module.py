@@ -85,6 +85,8 @@ def _operations(text: str) -> Iterator[Operation]:
         scope, target = _SCOPE.search(line), _TARGET.search(line)
         arrays = tuple((dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(found[2]))
         kind = found[3].removesuffix("-start")
+        if kind in COLLECTIVES and kind not in (found[3], "all-reduce"):
+            arrays = arrays[len(arrays) // 2 :]  # a start returns operands, then results
         yield Operation(
             name=found[1], kind=kind, arrays=arrays, scope=scope[1] if scope else "", fused=fused,
             group=_group(line) if kind in COLLECTIVES else 1, target=target[1] if target else "",

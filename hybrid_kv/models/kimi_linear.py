@@ -34,12 +34,11 @@ from pallas_kernels.kda.records import Records
 
 
 def _when(flag: Array, body: Callable, carry: tuple, kernels: str | None) -> tuple:
-    """body(carry) if flag else carry, on CPU as a loop of at most one pass.
+    """body(carry) if flag else carry, but for TPU as a loop of at most one pass.
 
-    XLA updates what a loop carries in place, whereas `lax.cond` copied a whole pool in every layer on
-    the CPU back end.
+    XLA updates what a loop carries in place, whereas on CPU and GPU `lax.cond` copied a whole pool in every layer.
     """
-    if kernels is not None or jax.default_backend() != "cpu":
+    if "tpu" in (kernels, jax.default_backend()):
         return jax.lax.cond(flag, body, lambda x: x, carry)
     return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, x: body(x), carry)
 

@@ -18,6 +18,7 @@ ENTRY %main (x: bf16[64,2304]) -> bf16[64,2304] {
   %ag = bf16[64,8,576]{2,0,1:T(8,128)(2,1)} all-gather(%q), replica_groups=[4,4]<=[16], metadata={op_name="jit(local)/while/mla/all_gather"}
   %rs = (f32[64,2]{1,0}) reduce-scatter(%q), replica_groups={{0,1,2,3}}, metadata={op_name="jit(local)/while/mla/reduce_scatter"}
   %ars = bf16[8,128]{1,0} all-reduce-start(%q), replica_groups={{0,1}}
+  %ags = (bf16[64,4,576]{2,1,0}, bf16[64,32,576]{2,1,0}) all-gather-start(%q), replica_groups={{0,1,2,3,4,5,6,7}}
   %kda_decode.1 = (bf16[64,2,128]{2,1,0}, f32[20,1024,2,128,128]{4,3,2,1,0:T(8,128)}) custom-call(%a), custom_call_target="tpu_custom_call"
   %copy.3 = f32[20,1024,2,128,128]{4,3,2,1,0:T(8,128)} copy(%a)
   ROOT %t = bf16[64,2304]{1,0} get-tuple-element(%w), index=0
@@ -31,7 +32,7 @@ def found():
 
 
 def test_collectives_have_group_scope_and_bytes(found):
-    reduce, gather, scatter, start = module.collectives(found)
+    reduce, gather, scatter, start, _ = module.collectives(found)
     assert (reduce.kind, reduce.group, reduce.bytes, reduce.within("kda")) == ("all-reduce", 4, 64 * 2304 * 2, True)
     assert (gather.kind, gather.group, gather.within("mla")) == ("all-gather", 4, True)
     assert (scatter.kind, scatter.arrays) == ("reduce-scatter", (("f32", (64, 2)),))
@@ -39,10 +40,11 @@ def test_collectives_have_group_scope_and_bytes(found):
 
 
 def test_bytes_on_the_wire_are_those_of_a_ring(found):
-    reduce, gather, scatter, _ = module.collectives(found)
+    reduce, gather, scatter, _, both = module.collectives(found)
     assert module.wire_bytes(reduce) == 2 * 64 * 2304 * 2 * 3 / 4
     assert module.wire_bytes(gather) == 64 * 8 * 576 * 2 * 3 / 4
     assert module.wire_bytes(scatter) == 4 * 64 * 2 * 4 * 3 / 4
+    assert module.wire_bytes(both) == 64 * 32 * 576 * 2 * 7 / 8
 
 
 def test_kernels_are_named_without_their_number(found):
