@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,7 +122,11 @@ def step_report(setting: Setting, pod: Pod, kind: str, plan: CachePlan) -> StepR
     found = module.operations(step.text)
     scopes = module.scopes_of(found, (*LAYERS, "sample"))
     sent = [
-        (scopes.get(op.computation, "sample" if op.within("sample") else "model"), op.kind, module.wire_bytes(op))
+        (
+            scopes.get(op.computation, "sample" if op.within("sample") else "model"),
+            op.kind,
+            module.wire_bytes(op) * _repeats(op, setting.tokens),
+        )
         for op in module.collectives(found)
         if not _elsewhere(op)
     ]
@@ -144,6 +149,14 @@ def _elsewhere(operation: module.Operation) -> bool:
     that all expand, see `models.mla`."""
     scope = operation.scope.split("/")
     return "mla" in scope and "cond" in scope[scope.index("mla") :]
+
+
+def _repeats(operation: module.Operation, tokens: int) -> int:
+    """How often a layer runs it: context of `tokens` new tokens is gathered some rows at a time, in a loop."""
+    scope = operation.scope.split("/")
+    if operation.kind != "all-gather" or "mla" not in scope or "while" not in scope[scope.index("mla") :]:
+        return 1
+    return -(-tokens // math.prod(operation.arrays[0][1][:-1]))
 
 
 def beyond(message: str) -> float:
