@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -63,7 +64,12 @@ class MeshSpec:
             raise UserError("mesh", str(self), fix)
         shape = (self.data, self.model, self.dcp)
         kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
-        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=available[: self.devices])
+        chosen = available[: self.devices]
+        try:
+            return jax.make_mesh(shape, AXES, axis_types=kinds, devices=chosen)
+        except NotImplementedError:  # an axis that is a part of an axis of the torus
+            split = mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
+            return Mesh(split, AXES, axis_types=kinds)
 
     @classmethod
     def of(cls, mesh: Mesh) -> MeshSpec:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.parameters import Parameter, inventory
-from hybrid_kv.models.sources import Experts, Stack
+from hybrid_kv.models.sources import Experts, PackedExperts, Stack
 from hybrid_kv.planning import CachePlan, CacheShape
 from hybrid_kv.sharding import ArraySharding, ShardingMap
 
@@ -41,7 +41,9 @@ def weight_sharding(model: KimiLinearConfig, plan: CachePlan, dtype: str) -> Sha
 
 def _axes(entry: Parameter) -> tuple[str, ...]:
     """Names of a parameter's axes: stacking axes first, then [out, in] of a matrix or the values of a vector."""
-    stacking = {Stack: ("layer",), Experts: ("layer", "expert")}.get(type(entry.source), ())
+    stacking = {Stack: ("layer",), Experts: ("layer", "expert"), PackedExperts: ("layer", "expert")}.get(
+        type(entry.source), ()
+    )
     own = ("out", "in") if len(entry.shape) - len(stacking) == 2 else ("value",)
     return stacking + own
 

@@ -52,7 +52,7 @@ def test_kernels_are_named_without_their_number(found):
 
 
 def test_what_is_made_is_neither_inside_a_fusion_nor_in_place(found):
-    assert [op.name for op in module.made(found, 1e6)] == ["fusion.1", "copy.3"]
+    assert [op.name for op in module.made(found, 1e6)] == ["fusion.1", "ags", "copy.3"]
 
 
 @pytest.mark.parametrize(("message", "over"), [
