@@ -370,6 +370,8 @@ def _add_pod_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--rows-per-rank", type=int, default=64, help="MLA rows of a block on a rank (%(default)s)")
     command.add_argument("--state-slots", type=int, default=256, help="recurrent states, of all for fit (%(default)s)")
     command.add_argument("--experts", choices=("tensor", "mesh"), default="tensor", help="devices that share experts")
+    ways = ("reduce_scatter", "all_to_all")
+    command.add_argument("--exchange", choices=ways, default=ways[0], help="of partial attentions (%(default)s)")
     forms = ("plain", "packed", "native")
     command.add_argument("--expert-form", choices=forms, help="of experts on the device (as stored, where it can be)")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -54,6 +54,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         rows_per_rank=options.rows_per_rank,
         slots=options.state_slots,
         dtype=options.dtype,
+        exchange=options.exchange,
     )
 
 

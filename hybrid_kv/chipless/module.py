@@ -20,7 +20,8 @@ _SCOPE = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 ENTRY = "ENTRY"  # the computation that is called from outside
 _CALLS = re.compile(r"(?:calls=|called_computations=\{)(%[\w.-]+)")
-KERNEL_TARGETS = ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+_TPU_KERNEL = "tpu_custom_call"
+KERNEL_TARGETS = (_TPU_KERNEL, "mosaic_gpu_v2", "mosaic_gpu")
 # On GPU a collective is a start and a done; the start counts.
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # What only names, selects or passes on arrays that exist.
@@ -129,8 +130,8 @@ def scopes_of(found: list[Operation], names: Sequence[str]) -> dict[str, str]:
 
 
 def collectives(found: list[Operation]) -> list[Operation]:
-    """The collectives among operations."""
-    return [operation for operation in found if operation.kind in COLLECTIVES]
+    """The collectives among operations; one that runs beside a product stands again in the fusions that begin and end it."""
+    return [operation for operation in found if operation.kind in COLLECTIVES and not operation.fused]
 
 
 def wire_bytes(operation: Operation) -> float:
@@ -153,6 +154,8 @@ def kernels(found: list[Operation]) -> dict[str, int]:
     for operation in found:
         if operation.target in KERNEL_TARGETS:
             name = re.sub(r"\.\d+$", "", operation.name)
+            if operation.target != _TPU_KERNEL:  # all of one name; the innermost scope is that of the call
+                name = operation.scope.split("/")[-2]
             names[name] = names.get(name, 0) + 1
     return names
 

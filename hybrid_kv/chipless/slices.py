@@ -25,12 +25,15 @@ class Slice:
       topology: as `pods.pod` takes it.
       mesh: as `MeshSpec.parse` takes it.
       spread: experts lie over the whole mesh instead of the tensor group.
+      exchange: of partial attentions, see `models.execution.Execution`. On slices of v5 without a ring XLA makes a sum
+        for all of a reduce-scatter, which sends twice as much; all-to-all stays what it is.
     """
 
     model: str
     topology: str
     mesh: str
     spread: bool = False
+    exchange: str = "reduce_scatter"
 
     def setting(self) -> Setting:
         """Of one of its replicas."""
@@ -41,7 +44,7 @@ class Slice:
             expert_axes=(DATA, *TENSOR) if self.spread else TENSOR,
             expert_form=expert_form(model, pod(self.topology).chip),
         )
-        return Setting(model, mesh, rows=ROWS // mesh.data, slots=STATES // mesh.data)
+        return Setting(model, mesh, rows=ROWS // mesh.data, slots=STATES // mesh.data, exchange=self.exchange)
 
 
 def expert_form(model: KimiLinearConfig, chip: str) -> str:
@@ -52,11 +55,11 @@ def expert_form(model: KimiLinearConfig, chip: str) -> str:
 
 
 SLICES = {
-    "kimi-linear-48b on v5e-16": Slice("kimi-linear-48b", "v5e:4x4", "dcp=16"),
+    "kimi-linear-48b on v5e-16": Slice("kimi-linear-48b", "v5e:4x4", "dcp=16", exchange="all_to_all"),
     "kimi-linear-48b on v6e-8": Slice("kimi-linear-48b", "v6e:2x4", "dcp=8"),
     "kimi-linear-48b on v6e-16": Slice("kimi-linear-48b", "v6e:4x4", "model=4,dcp=4"),
     "kimi-linear-48b on v6e-32": Slice("kimi-linear-48b", "v6e:4x8", "data=2,dcp=16"),
-    "kimi-linear-48b on v5p-8": Slice("kimi-linear-48b", "v5p:2x2x1", "dcp=4"),
+    "kimi-linear-48b on v5p-8": Slice("kimi-linear-48b", "v5p:2x2x1", "dcp=4", exchange="all_to_all"),
     "kimi-linear-48b on v5p-64": Slice("kimi-linear-48b", "v5p:4x4x2", "data=4,dcp=8"),
     "kimi-linear-48b on tpu7x-8": Slice("kimi-linear-48b", "tpu7x:2x2x2", "dcp=16"),
     "kimi-linear-48b on H100x8": Slice("kimi-linear-48b", "h100:8", "dcp=8"),
