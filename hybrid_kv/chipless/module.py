@@ -130,7 +130,7 @@ def scopes_of(found: list[Operation], names: Sequence[str]) -> dict[str, str]:
 
 
 def collectives(found: list[Operation]) -> list[Operation]:
-    """The collectives among operations; one that runs beside a product stands again in the fusions that begin and end it."""
+    """The collectives among operations; the fusions that begin and end one beside a product show it once more."""
     return [operation for operation in found if operation.kind in COLLECTIVES and not operation.fused]
 
 
