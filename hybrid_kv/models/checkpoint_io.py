@@ -1,170 +1,165 @@
 """Reading a checkpoint of the Kimi family straight into shards on a mesh, and writing random ones for tests.
 
-Safetensors, one file or several with an index. Names are checked strictly, save that the vision parts around a
-text model are passed over; every device reads only its own part of each tensor.
+Safetensors, one file or several with an index. Everything about the tensors is checked before any is read, save that
+the vision parts around a text model are passed over. Values go to the devices in pieces (`pieces`, `placement`), so
+that the host holds little beside what it places.
 """
 
+import dataclasses
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.load_cache import LoadCache
 from hybrid_kv.models.parameters import Parameter, check_mesh, inventory
+from hybrid_kv.models.pieces import Box, Piece, Target, cut, slices, targets
+from hybrid_kv.models.placement import Placement
+from hybrid_kv.models.progress import Report, reporting
 from hybrid_kv.models.sources import PACKED, SCALE, HeadVector, Shape, Source, Stack
+from hybrid_kv.models.tensor_files import FLOATING, INDEX, SINGLE, PieceReader, TensorFiles, checkpoint_files, read_json
 from hybrid_kv.models.wrapper import SKIPPED_PREFIXES
 from hybrid_kv.typing import Array
 from pallas_kernels.experts.mxfp4 import pack
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_FLOATING = ("BF16", "F16", "F32", "F64")  # as the files name them; narrower floats would need scales
+_MIB = 1 << 20
 
 
 def load_config(path: str | Path) -> KimiLinearConfig:
     """Configuration from `path`/config.json. Raises UserError if it is missing, broken or unsupported."""
-    raw = _read_json(Path(path) / "config.json", "give the directory of a checkpoint with a config.json")
+    raw = read_json(Path(path) / "config.json", "give the directory of a checkpoint with a config.json")
     return KimiLinearConfig.from_dict(raw)
 
 
-def load(path: str | Path, config: KimiLinearConfig, mesh: Mesh, dtype: DTypeLike = jnp.bfloat16) -> dict[str, Array]:
+def load(
+    path: str | Path,
+    config: KimiLinearConfig,
+    mesh: Mesh,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    cache: str | Path | None = None,
+    progress: Report | None = None,
+    piece_bytes: int | None = None,
+) -> dict[str, Array]:
     """Parameters by path (`parameters.inventory`), each placed with its own sharding on `mesh`.
 
     Args:
       path: directory of the checkpoint.
       mesh: axes data, model, dcp.
       dtype: activation and weight dtype; gates, convolution and router stay fp32.
+      cache: folder, one for each process, that keeps every piece in its device form as soon as it is made. The same
+        load with the same folder takes finished pieces from there and reads the checkpoint for the others only.
+      progress: called as progress(done, total) in bytes of the parameters, after every piece; None shows a bar if
+        stderr is a terminal.
+      piece_bytes: size that pieces are cut to, over all devices; a few of them are on the host at once. The matrix of
+        an expert, and one layer of another parameter, are not cut. By default a sixteenth of the largest file, between
+        4 and 256 MiB.
 
     Raises:
-      UserError: files missing, unreadable or truncated; tensors missing, extra, of a wrong shape or not of
-        floating point; a mesh that does not divide the model.
+      UserError: files missing, unreadable or truncated; tensors missing, extra, of a wrong shape or type, all of them
+        listed; a mesh that does not divide the model; a cache that was made for another load.
     """
     check_mesh(config, mesh.shape)
-    table = inventory(config)
+    if piece_bytes is not None and piece_bytes < 1:
+        raise UserError("piece_bytes", piece_bytes, "use at least 1")
+    inventoried = inventory(config)
     with ExitStack() as stack:
-        files = _Files(Path(path), stack, config)
-        _check_names(table, files)
-        params = {
-            name: jax.make_array_from_callback(
-                entry.shape, NamedSharding(mesh, entry.spec),
-                _part(entry, files, entry.dtype or dtype),
-            )
-            for name, entry in table.items()
-        }  # fmt: skip
-        # The files close when this block ends, so every read has to have happened by then.
-        return jax.block_until_ready(params)
+        files = TensorFiles(checkpoint_files(Path(path)), stack, _prefixes(config))
+        _check_tensors(inventoried, files, path)
+        limit = piece_bytes or min(max(files.largest() // 16, 4 * _MIB), 256 * _MIB)
+        table = targets(inventoried, mesh, dtype)
+        kept = LoadCache(Path(cache), _made_of(files, config, mesh, dtype, limit)) if cache is not None else None
+        placement = Placement(table)
+        report = stack.enter_context(reporting(progress, "weights"))
+        done, total = 0, sum(target.nbytes for target in table.values())
+        report(done, total)
+        # Almost sequential, and the same on every process, as the programs of the placement have to be.
+        for piece in sorted(cut(table, limit), key=lambda p: files.position(p.first(table[p.names[0]]))):
+            placement.put(piece, _values(piece, table, files, kept))
+            done += piece.nbytes
+            report(done, total)
+        placement.wait()
+        return {name: placement.arrays[name] for name in table}
 
 
-def _part(entry: Parameter, files: "_Files", dtype: DTypeLike) -> Callable[[Any], np.ndarray]:
-    """Reader of one device's part of a parameter."""
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        bounded = tuple(slice(*s.indices(n)) for s, n in zip(index, entry.shape, strict=True))
-        return entry.source.read(files.read, bounded).astype(dtype)
-
-    return part
-
-
-class _Files:
-    """Open safetensors files of a checkpoint, by canonical tensor name."""
-
-    def __init__(self, path: Path, stack: ExitStack, config: KimiLinearConfig) -> None:
-        self.path = path
-        self._where: dict[str, tuple[Any, str]] = {}
-        for file in _files(path):
-            try:
-                handle = stack.enter_context(safe_open(file, "np"))
-                names = handle.keys()
-            except (SafetensorError, OSError) as error:
-                raise UserError("checkpoint", str(file), f"the file is unreadable or truncated ({error})") from error
-            skipped = SKIPPED_PREFIXES if config.tensor_prefix else ()
-            self._where |= {_canonical(name, config): (handle, name) for name in names if not name.startswith(skipped)}
-
-    def names(self) -> set[str]:
-        return set(self._where)
-
-    def shape(self, name: str) -> Shape:
-        handle, stored = self._where[name]
-        return tuple(handle.get_slice(stored).get_shape())
-
-    def dtype(self, name: str) -> str:
-        handle, stored = self._where[name]
-        return handle.get_slice(stored).get_dtype()
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        handle, stored = self._where[name]
-        try:
-            return np.asarray(handle.get_slice(stored)[index] if index else handle.get_tensor(stored))
-        except (SafetensorError, OSError) as error:
-            raise UserError("checkpoint", stored, f"the tensor cannot be read ({error})") from error
+def _values(
+    piece: Piece, table: Mapping[str, Target], files: TensorFiles, kept: LoadCache | None
+) -> dict[str, dict[Box, np.ndarray]]:
+    """Values of a piece from the cache, else from the checkpoint and into the cache."""
+    if kept is None:
+        return _read(piece, table, files)
+    if (values := kept.read(piece, table)) is None:
+        values = _read(piece, table, files)
+        kept.write(piece, values)
+    return values
 
 
-def _files(path: Path) -> list[Path]:
-    """Files of the checkpoint: those of the index, else the single one."""
-    if (path / _INDEX).exists():
-        index = _read_json(path / _INDEX, "the index must be readable")
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise UserError("checkpoint", str(path / _INDEX), "weight_map must be an object of tensor and file names")
-        files = [path / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [path / _SINGLE]
-    for file in files:
-        if not os.path.isfile(file):  # unlike the method, false for a name the system does not take
-            raise UserError("checkpoint", str(file), f"no such file; expected {_SINGLE} or all files of {_INDEX}")
-    return files
+def _read(piece: Piece, table: Mapping[str, Target], files: TensorFiles) -> dict[str, dict[Box, np.ndarray]]:
+    """Values of a piece by parameter and box, in their device form."""
+    reader = PieceReader(files)
+
+    def values(target: Target, box: Box) -> np.ndarray:
+        return np.ascontiguousarray(target.source.read(reader, slices(box)).astype(target.dtype, copy=False))
+
+    return {name: {box: values(table[name], box) for box in piece.boxes(table[name])} for name in piece.names}
 
 
-def _read_json(file: Path, fix: str) -> dict:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError("checkpoint", str(file), f"{fix} ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError("checkpoint", str(file), fix)
-    return content
+def _made_of(files: TensorFiles, config: KimiLinearConfig, mesh: Mesh, dtype: DTypeLike, limit: int) -> dict:
+    """All that the values and boxes of pieces depend on."""
+    return {
+        "files": files.fingerprint(),
+        "config": dataclasses.asdict(config),
+        "mesh": dict(mesh.shape),
+        "dtype": np.dtype(dtype).name,
+        "piece_bytes": limit,
+        "process": f"{jax.process_index()} of {jax.process_count()}",
+    }
 
 
-def _canonical(name: str, config: KimiLinearConfig) -> str:
-    """Published name of a tensor: transformers saves dense layers under `block_sparse_moe.` too."""
-    for layer in config.dense_layers:
-        prefix = f"{config.tensor_prefix}model.layers.{layer}."
-        if name.startswith(prefix + "block_sparse_moe."):
-            return f"{prefix}mlp." + name.removeprefix(prefix + "block_sparse_moe.")
-    return name
+def _prefixes(config: KimiLinearConfig) -> dict[str, str | None]:
+    """Beginnings of names that are published otherwise, or passed over.
+
+    transformers saves dense layers under `block_sparse_moe.` too.
+    """
+    skipped: dict[str, str | None] = dict.fromkeys(SKIPPED_PREFIXES if config.tensor_prefix else ())
+    layers = [f"{config.tensor_prefix}model.layers.{i}." for i in config.dense_layers]
+    return skipped | {f"{layer}block_sparse_moe.": f"{layer}mlp." for layer in layers}
 
 
-def _check_names(table: Mapping, files: _Files) -> None:
+def _check_tensors(table: Mapping[str, Parameter], files: TensorFiles, path: str | Path) -> None:
     """All and only the tensors of the inventory, each of its shape, packed ones bytes and others floating point."""
     wanted = {name: shape for entry in table.values() for name, shape in entry.source.tensors().items()}
-    missing, extra = sorted(wanted.keys() - files.names()), sorted(files.names() - wanted.keys())
-    if missing or extra:
-        raise UserError(
-            "checkpoint", str(files.path),
-            f"the configuration asks for other tensors; missing: {missing or 'none'}; extra: {extra or 'none'}",
-        )  # fmt: skip
+    missing, extra = sorted(wanted.keys() - files.tensors.keys()), sorted(files.tensors.keys() - wanted.keys())
     padded = {v.name: v for entry in table.values() for v in _vectors(entry.source)}
+    wrong = []
     for name, shape in wanted.items():
-        got = files.shape(name)
-        if got != shape and not (name in padded and padded[name].accepts(got)):
-            raise UserError(name, list(got), f"the configuration asks for shape {list(shape)}")
-        dtype = files.dtype(name)
+        if (stored := files.tensors.get(name)) is None:
+            continue
+        if stored.shape != shape and not (name in padded and padded[name].accepts(stored.shape)):
+            wrong.append(UserError(name, list(stored.shape), f"the configuration asks for shape {list(shape)}"))
         if name.endswith((PACKED, SCALE)):
-            if dtype != "U8":
-                raise UserError(name, dtype, "codes and scales of packed weights must be bytes, U8")
-        elif dtype not in _FLOATING:
-            raise UserError(name, dtype, f"weights must be floating point, one of {', '.join(_FLOATING)}")
+            if stored.dtype != "U8":
+                wrong.append(UserError(name, stored.dtype, "codes and scales of packed weights must be bytes, U8"))
+        elif stored.dtype not in FLOATING:
+            fix = f"weights must be floating point, one of {', '.join(FLOATING)}"
+            wrong.append(UserError(name, stored.dtype, fix))
+    if len(wrong) == 1 and not missing and not extra:
+        raise wrong[0]
+    if missing or extra or wrong:
+        raise UserError(
+            "checkpoint", str(path),
+            f"the configuration asks for other tensors; missing: {missing or 'none'}; extra: {extra or 'none'}; "
+            f"of a wrong shape or type: {[str(error) for error in wrong] or 'none'}",
+        )  # fmt: skip
 
 
 def _vectors(source: Source) -> list[HeadVector]:
@@ -197,12 +192,12 @@ def random_checkpoint(path: str | Path, config: Mapping, seed: int, shards: int 
         elif not name.endswith(SCALE):
             tensors[name] = _random_tensor(rng, name, shape, parsed)
     if shards == 1:
-        save_file(tensors, path / _SINGLE)
+        save_file(tensors, path / SINGLE)
         return parsed
     weight_map = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(tensors)}
     for file in sorted(set(weight_map.values())):
         save_file({name: x for name, x in tensors.items() if weight_map[name] == file}, path / file)
-    (path / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n")
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n")
     return parsed
 
 

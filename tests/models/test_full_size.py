@@ -1,17 +1,21 @@
 """The table of the published models: every tensor name of their files, their sizes, and how fast it is made."""
 
+import json
 import math
 import time
+from collections import Counter
 
 import jax
 import pytest
 
 from hybrid_kv.errors import UserError
+from hybrid_kv.models.checkpoint_io import load
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.parameters import check_mesh, inventory, partition_specs
 from hybrid_kv.models.published import named
 from hybrid_kv.planning.published import kimi_k3, kimi_linear
 from hybrid_kv.runtime.describe import cache_shape
+from tests.models.harness import mesh_of
 
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 SITES = {"self_attention_res_norm", "self_attention_res_proj", "mlp_res_norm", "mlp_res_proj"}
@@ -77,6 +81,50 @@ def test_names_of_k3_are_those_of_its_text_files_and_are_made_in_seconds():
 def test_names_of_kimi_linear_are_those_of_its_files():
     stored = shapes(config_of("kimi-linear-48b"))
     assert stored.keys() == expected(27, {3, 7, 11, 15, 19, 23, 26}, 256, k3=False)
+
+
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3"])
+def test_every_tensor_belongs_to_one_parameter(name):
+    counts = Counter(tensor for entry in inventory(config_of(name)).values() for tensor in entry.source.tensors())
+    assert set(counts.values()) == {1}
+
+
+class Accepted(Exception):
+    """The loader has checked all tensors and is about to read the first."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mla", "files"), [
+        ("kimi-linear-48b", {3, 7, 11, 15, 19, 23, 26}, 20), ("kimi-k3", {*range(3, 92, 4), 92}, 96),
+    ],
+)  # fmt: skip
+def test_the_loader_accepts_files_of_the_published_inventory(tmp_path, name, mla, files):
+    """Headers as published over files that are nothing but holes: every name, shape, type and offset is checked."""
+    config = config_of(name)
+    stored = shapes(config)
+    names = sorted(expected(config.layers, mla, config.experts, k3=name == "kimi-k3"))
+    weight_map = {}
+    for number in range(files):
+        file, header, end = f"model-{number:05}.safetensors", {}, 0
+        for tensor in names[number::files]:
+            packed = tensor.endswith(("weight_packed", "weight_scale"))
+            begin, end = end, end + math.prod(stored[tensor]) * (1 if packed else 2)
+            header[tensor] = {
+                "dtype": "U8" if packed else "BF16", "shape": stored[tensor], "data_offsets": [begin, end],
+            }  # fmt: skip
+        text = json.dumps(header).encode()
+        with (tmp_path / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + end)
+        weight_map |= dict.fromkeys(header, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    def accept(done: int, total: int) -> None:
+        assert done == 0 and total > 2 * sum(math.prod(entry.shape) for entry in inventory(config).values())
+        raise Accepted
+
+    with pytest.raises(Accepted):
+        load(tmp_path, config, mesh_of(2, 4), progress=accept)
 
 
 @pytest.mark.parametrize(
