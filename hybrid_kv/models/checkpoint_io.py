@@ -82,7 +82,7 @@ def load(
         report = stack.enter_context(reporting(progress, "weights"))
         done, total = 0, sum(target.nbytes for target in table.values())
         report(done, total)
-        # Almost sequential, and the same on every process, as the programs of the placement have to be.
+        # As the files lie, and the same on every process, since all of them run each program of the placement.
         for piece in sorted(cut(table, limit), key=lambda p: files.position(p.first(table[p.names[0]]))):
             placement.put(piece, _values(piece, table, files, kept))
             done += piece.nbytes

@@ -39,18 +39,18 @@ class LoadCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / MANIFEST).exists():
-                if any(folder.iterdir()) and list(folder.iterdir()) != [folder / (MANIFEST + ".part")]:
+                part = folder / f"{MANIFEST}.part"
+                if {*folder.iterdir()} - {part}:
                     raise UserError("cache", str(folder), f"it has files but no {MANIFEST}; give an empty folder")
-                part = folder / (MANIFEST + ".part")
                 part.write_text(json.dumps(wanted, indent=1) + "\n")
                 self._publish(part, MANIFEST)
         except OSError as error:
             raise UserError("cache", str(folder), f"give a folder that can be written ({error})") from error
-        found = read_json(folder / MANIFEST, "the manifest must be readable; remove the folder", "cache")
+        found = _flat(read_json(folder / MANIFEST, "the manifest must be readable; remove the folder", "cache"))
         for field, value in _flat(wanted).items():
-            if _flat(found).get(field) != value:
+            if found.get(field) != value:
                 raise UserError(
-                    f"cache {field}", _flat(found).get(field),
+                    f"cache {field}", found.get(field),
                     f"{folder} was made for another load, this one has {value!r}; give another folder or remove it",
                 )  # fmt: skip
 
@@ -101,11 +101,10 @@ def _key(name: str, box: Box) -> str:
 
 
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the configuration beside the others, by their path."""
+    """Fields, those of an object one by one as `object.field`."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
-        inner = {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-        flat |= inner
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     return flat
 
 
