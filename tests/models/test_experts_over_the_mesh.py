@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import TENSOR
 from hybrid_kv.models.config import KimiLinearConfig
-from hybrid_kv.models.ffn import MoeFfn
+from hybrid_kv.models.ffn import MoeFfn, expert_weights
 from hybrid_kv.models.parameters import check_mesh, inventory
 from hybrid_kv.models.published import named
 from tests.models.harness import mesh_of
@@ -38,8 +38,13 @@ def moe(name: str, x: np.ndarray, axes: tuple[str, ...], grown: float = 1, **mes
     check_mesh(config, placed.shape)
     specs = {path.removeprefix("moe."): P(*e.spec[1:]) for path, e in inventory(config).items() if path[:4] == "moe."}
     params = {path: jax.device_put(x, NamedSharding(placed, specs[path])) for path, x in params.items()}
+
+    def layer(params, x):
+        stacks = expert_weights(config, {path: w[None] for path, w in params.items()})
+        return MoeFfn(config, params)(x, stacks, jnp.int32(0))
+
     run = jax.shard_map(
-        lambda params, x: MoeFfn(config, params)(x), mesh=placed,
+        layer, mesh=placed,
         in_specs=(specs, P("data")), out_specs=(P("data"), P("data")), check_vma=False,
     )  # fmt: skip
     y, margin = jax.jit(run)(params, jnp.asarray(x))
