@@ -30,7 +30,7 @@ from hybrid_kv.runtime.engine import CacheOptions, Engine, SamplingParams
 from hybrid_kv.sharding import MeshSpec
 
 MESHES = ("1x1", "model=2", "model=4", "model=8", "dcp=2", "dcp=4", "dcp=8", "model=2,dcp=2", "model=2,dcp=4",
-          "model=4,dcp=2")  # fmt: skip
+          "model=4,dcp=2", "data=2,model=2,dcp=2")  # fmt: skip
 PLAIN = CacheOptions(max_context=256, max_requests=4, token_budget=128, token_buckets=(128,), hash_unit=16)
 GREEDY = SamplingParams(max_tokens=24, ignore_stop=True)
 
