@@ -139,7 +139,9 @@ def replay(options: argparse.Namespace) -> int:
 
     def make_engine(prefix_caching: bool) -> "Engine":
         chosen = dataclasses.replace(cache, prefix_caching=prefix_caching and cache.prefix_caching)
-        return Engine.from_checkpoint(options.checkpoint, mesh=options.mesh, cache=chosen, dtype=options.dtype)
+        return Engine.from_checkpoint(
+            options.checkpoint, mesh=options.mesh, cache=chosen, dtype=options.dtype, experts=options.experts
+        )
 
     settings = ReplayOptions(
         trace=str(options.trace),
@@ -152,7 +154,7 @@ def replay(options: argparse.Namespace) -> int:
         check_every_step=options.check,
         overlap=options.overlap_sessions,
         out=options.out,
-        configuration={"dtype": options.dtype, **dataclasses.asdict(cache)},
+        configuration={"dtype": options.dtype, "experts": options.experts, **dataclasses.asdict(cache)},
     )
     try:
         return run_replay(
@@ -184,11 +186,13 @@ def describe_command(options: argparse.Namespace) -> int:
     # From config.json alone: no weights, no devices, so a mesh of a pod can be looked at on a laptop.
     _check_checkpoint(options.checkpoint)
     from hybrid_kv.models.checkpoint_io import load_config
+    from hybrid_kv.models.config import experts_over
     from hybrid_kv.models.parameters import check_mesh
     from hybrid_kv.planning import plan_cache
     from hybrid_kv.runtime.describe import cache_shape, describe
 
     model, mesh = load_config(options.checkpoint), MeshSpec.parse(options.mesh)
+    model = dataclasses.replace(model, expert_axes=experts_over(options.experts))
     check_mesh(model, dataclasses.asdict(mesh))
     print(describe(model, plan_cache(cache_shape(model, options.dtype), _cache_options(options), mesh), options.dtype))
     return 0
@@ -380,7 +384,8 @@ def _add_pod_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_model_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--checkpoint", type=Path, required=True, help="folder with config.json and weights")
-    command.add_argument("--mesh", default="model=1", help='such as "model=2,dcp=4" (%(default)s)')
+    command.add_argument("--mesh", default="model=1", help='such as "model=2,dcp=4", "data=2,dcp=4" (%(default)s)')
+    command.add_argument("--experts", choices=("tensor", "mesh"), default="tensor", help="devices that share experts")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and MLA rows")
     for flag, kind, text in CACHE_FLAGS:
         command.add_argument(flag, type=kind, help=text)
@@ -409,7 +414,11 @@ def _engine(options: argparse.Namespace) -> "Engine":
     from hybrid_kv.runtime.engine import Engine
 
     return Engine.from_checkpoint(
-        options.checkpoint, mesh=options.mesh, cache=_cache_options(options), dtype=options.dtype
+        options.checkpoint,
+        mesh=options.mesh,
+        cache=_cache_options(options),
+        dtype=options.dtype,
+        experts=options.experts,
     )
 
 

@@ -5,12 +5,14 @@
 
 For each model: random weights, four prompts of which three share prefixes, 24 greedy tokens each; expected is what one
 device answers without a cache. On every mesh of up to eight stand-in devices, answers are compared cold and warm (with
-the hits of the warm run), in chunks with a wide interleave, and without a cache. --model and --mesh may be repeated.
+the hits of the warm run), in chunks with a wide interleave, and without a cache; with several replicas, with experts
+over the tensor group and over the whole mesh. --model and --mesh may be repeated.
 About 20 seconds of one core a case. Exit code 1 if any answer differs.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -30,7 +32,7 @@ from hybrid_kv.runtime.engine import CacheOptions, Engine, SamplingParams
 from hybrid_kv.sharding import MeshSpec
 
 MESHES = ("1x1", "model=2", "model=4", "model=8", "dcp=2", "dcp=4", "dcp=8", "model=2,dcp=2", "model=2,dcp=4",
-          "model=4,dcp=2")  # fmt: skip
+          "model=4,dcp=2", "data=2,model=2,dcp=2")  # fmt: skip
 PLAIN = CacheOptions(max_context=256, max_requests=4, token_budget=128, token_buckets=(128,), hash_unit=16)
 GREEDY = SamplingParams(max_tokens=24, ignore_stop=True)
 
@@ -41,6 +43,7 @@ class Case:
 
     model: str
     mesh: str
+    experts: str
     options: CacheOptions
     equal: tuple[bool, bool]
     hits: tuple[int, ...]
@@ -54,8 +57,9 @@ class Case:
     def line(self) -> str:
         how = f"interleave {self.options.interleave}, chunk {self.options.chunk_limit or 'none'}"
         how += "" if self.options.prefix_caching else ", no cache"
+        how += ", experts over the mesh" if self.experts == "mesh" else ""
         verdict = "equal" if self.right else "DIFFERENT"
-        return f"{self.model:17} {self.mesh:14} {how:34} {verdict}, warm hits {list(self.hits)}, {self.seconds:.0f} s"
+        return f"{self.model:17} {self.mesh:20} {how:34} {verdict}, warm hits {list(self.hits)}, {self.seconds:.0f} s"
 
 
 def prompts() -> list[list[int]]:
@@ -74,15 +78,14 @@ def variants(mesh: str) -> Iterator[CacheOptions]:
     yield dataclasses.replace(PLAIN, prefix_caching=False)
 
 
-def run(folder: Path, model: str, mesh: str, options: CacheOptions, expected: list[list[int]]) -> Case:
+def run(folder: Path, model: str, mesh: str, experts: str, options: CacheOptions, expected: list[list[int]]) -> Case:
     """Both runs of one engine, against the expected answers."""
     begin = time.perf_counter()
-    engine = Engine.from_checkpoint(folder, mesh=mesh, cache=options)
+    engine = Engine.from_checkpoint(folder, mesh=mesh, cache=options, experts=experts)
     cold, warm = engine.generate(prompts(), GREEDY), engine.generate(prompts(), GREEDY)
     equal = tuple([r.tokens for r in results] == expected for results in (cold, warm))
-    return Case(
-        model, mesh, options, equal, tuple(r.hit for r in warm), not engine.check(), time.perf_counter() - begin
-    )
+    hits, seconds = tuple(r.hit for r in warm), time.perf_counter() - begin
+    return Case(model, mesh, experts, options, equal, hits, not engine.check(), seconds)
 
 
 def main() -> int:
@@ -99,8 +102,9 @@ def main() -> int:
             plain = Engine.from_checkpoint(folder, cache=dataclasses.replace(PLAIN, prefix_caching=False))
             expected = [result.tokens for result in plain.generate(prompts(), GREEDY)]
             for mesh in options.mesh or MESHES:
-                for variant in variants(mesh):
-                    cases.append(run(Path(folder), model, mesh, variant, expected))
+                spreads = ("tensor", "mesh") if MeshSpec.parse(mesh).data > 1 else ("tensor",)
+                for experts, variant in itertools.product(spreads, variants(mesh)):
+                    cases.append(run(Path(folder), model, mesh, experts, variant, expected))
                     print(cases[-1].line(), flush=True)
     if options.json:
         records = [dataclasses.asdict(case) | {"right": case.right} for case in cases]

@@ -35,6 +35,12 @@ def test_pools_of_replicas_lie_one_behind_the_other():
         assert both.local_shape(MeshSpec(data=4, dcp=2)) == array.local_shape(MeshSpec(dcp=2))
 
 
+def test_the_report_says_that_sizes_are_of_one_replica():
+    one, two = (plan_cache(SHAPE, CacheOptions(max_requests=2), MeshSpec(data=n)).report() for n in (1, 2))
+    assert "pool of kda: 16 states\n" in one and "pool of kda: 16 states for each replica\n" in two
+    assert "256, 1024 tokens for each replica\n" in two
+
+
 WIDE = dataclasses.replace(SHAPE, latent=512, position=64, key=128, value=128)
 
 

@@ -25,7 +25,15 @@ _ONLY = {
 
 _LINEAR = "linear_attn_config."
 EXPERT_FORMS = ("plain", "packed", "native")
+EXPERT_SPREADS = {"tensor": TENSOR, "mesh": (DATA, *TENSOR)}
 _GROUP = 32  # columns of a packed weight that share a scale
+
+
+def experts_over(devices: str) -> tuple[str, ...]:
+    """The `expert_axes` for experts over the "tensor" group, or over the whole "mesh". Raises UserError otherwise."""
+    if devices not in EXPERT_SPREADS:
+        raise UserError("experts", devices, f"use one of {', '.join(EXPERT_SPREADS)}")
+    return EXPERT_SPREADS[devices]
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class KimiLinearConfig:
             ):  # fmt: skip
                 if width % _GROUP:
                     raise UserError(name, width, f"packed experts need a multiple of {_GROUP}")
-        if self.expert_axes not in (TENSOR, (DATA, *TENSOR)):
+        if self.expert_axes not in EXPERT_SPREADS.values():
             raise UserError("expert_axes", self.expert_axes, f"use {TENSOR} or {(DATA, *TENSOR)}")
         if self.expert_form not in EXPERT_FORMS:
             raise UserError("expert_form", self.expert_form, f"use one of {', '.join(EXPERT_FORMS)}")

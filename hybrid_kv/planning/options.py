@@ -127,12 +127,14 @@ class CachePlan:
     def report(self) -> str:
         """Geometry, sharding map and pool sizes as text."""
         geometry = self.config.geometry
+        each = " for each replica" if self.mesh.data > 1 else ""
         pools = [
             f"pool of {group.name}: {self.config.pool_blocks[self.config.group_pool[i]] - 1} "
             + ("states" if i in geometry.recurrent else f"blocks of {group.block} tokens")
+            + each
             for i, group in enumerate(geometry.groups)
         ]
-        steps = f"steps of {self.config.max_requests} (decode), {', '.join(map(str, self.buckets))} tokens"
+        steps = f"steps of {self.config.max_requests} (decode), {', '.join(map(str, self.buckets))} tokens{each}"
         total = f"caches take {self.sharding.local_bytes / 2**20:.2f} MiB per device"
         return "\n".join([geometry.table(), "", self.sharding.table(), "", *pools, steps, total])
 

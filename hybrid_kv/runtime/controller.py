@@ -11,7 +11,7 @@ import numpy as np
 from hybrid_kv.cache import transitions
 from hybrid_kv.cache.check import check
 from hybrid_kv.cache.config import CacheConfig
-from hybrid_kv.cache.state import FREE_BLOCKS, PLACES, REF, initial_state
+from hybrid_kv.cache.state import FREE_BLOCKS, PLACES, REF, WAITING, initial_state, layout
 from hybrid_kv.cache.transitions import Outcome
 from hybrid_kv.hashing import KEY_WORDS
 from hybrid_kv.plan import StepPlan, spell_out
@@ -51,6 +51,11 @@ class Controller:
 
     def abort(self, slot: int) -> None:
         self.state = self._stepper.abort(self.state, slot)
+
+    @property
+    def running(self) -> bool:
+        """Whether a request holds blocks, so that a `reset` is refused."""
+        return bool((np.asarray(self.state.requests)[layout(self.config).STATUS] > WAITING).any())
 
     def reset(self, preempt_running: bool = False) -> bool:
         """Forget all cached content; False, and nothing forgotten, while requests run, unless they are to wait again.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -164,7 +164,7 @@ def pool_formats(layout: StepLayout) -> Caches:
 
 
 class DeviceStep:
-    """Caches of one engine and the steps that run on them. `run` consumes and replaces the caches.
+    """Caches of all replicas of one engine and the steps that run on them. `run` consumes and replaces the caches.
 
     params: placed on the mesh.
     """
@@ -197,15 +197,21 @@ class DeviceStep:
         self._spread = NamedSharding(mesh, P(DATA))
 
     def run(
-        self, inputs: StepInputs, last: np.ndarray, *, decode_only: bool, all_logits: bool
+        self, parts: Sequence[tuple[StepInputs, np.ndarray]], *, decode_only: bool, all_logits: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Run one step: (tokens i32[R], logits, expert selection margins of the tokens with logits).
 
-        last: packed index of every row's last token, where its next token is sampled. Logits are
-        [T, vocabulary] with all_logits, else [R, vocabulary] of the last tokens.
+        parts: of each replica its inputs, of the same shapes for all, and the packed index of every row's last token,
+        where its next token is sampled. Logits are [T, vocabulary] with all_logits, else [R, vocabulary] of the last
+        tokens. What the replicas give lies one behind the other on the first axis of each result.
         """
-        flat, packing = pack(inputs)
+        vectors, packings = [], set()
+        for inputs, last in parts:
+            flat, packing = pack(inputs)
+            vectors += [flat, last.astype(np.int32)]
+            packings.add(packing)
+        (packing,) = packings
         step = compiled_step(self.layout, packing, decode_only, all_logits)
-        flat = jax.device_put(np.concatenate([flat, last.astype(np.int32)]), self._spread)
+        flat = jax.device_put(np.concatenate(vectors), self._spread)
         tokens, logits, margins, self.caches = step(self.params, self.caches, flat)
         return tokens, logits, margins

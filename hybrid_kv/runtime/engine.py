@@ -1,7 +1,8 @@
 """The engine: requests in, tokens out, through the functional cache on a sharded mesh.
 
 One step is: queue arrivals, plan, run the plan on the devices, sample, commit. All decisions are the
-scheduler's; the engine only carries tokens between the host, the plan and the devices.
+scheduler's; the engine only carries tokens between the host, the plan and the devices. Every replica of the mesh
+plans for itself, and all of them run in one step of the devices.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,9 @@ from jax.sharding import Mesh
 
 from hybrid_kv import hashing
 from hybrid_kv.cache.lookup import SALTED, SKIP_READ
-from hybrid_kv.cache.reasons import Reason
-from hybrid_kv.cache.state import EVICTED, PREEMPTED, RECORDS, SKIPPED_STATES
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load, load_config
-from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.config import KimiLinearConfig, experts_over
 from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.parameters import check_mesh
 from hybrid_kv.plan import StepPlan
@@ -32,25 +31,26 @@ from hybrid_kv.planning import CacheOptions, CachePlan, plan_cache
 from hybrid_kv.planning.forms import KERNELS
 from hybrid_kv.runtime import metadata
 from hybrid_kv.runtime.compilations import compilations
-from hybrid_kv.runtime.controller import Controller
 from hybrid_kv.runtime.describe import cache_shape, describe
 from hybrid_kv.runtime.device import DeviceStep
+from hybrid_kv.runtime.replica import Replica, ReplicaStats
 from hybrid_kv.runtime.requests import Prompt, Request, RequestResult, SamplingParams, Scores, StepOutput
+from hybrid_kv.runtime.routing import Router
 from hybrid_kv.sharding import AXES, MeshSpec
 
 # Rows of the context expanded at a time on an accelerator; fewer cost a pass over the state of the queries each.
 _WORKSPACE = 8192
 
-__all__ = ["CacheOptions", "Engine", "EngineStats", "RequestResult", "SamplingParams", "StepOutput"]
+__all__ = ["CacheOptions", "Engine", "EngineStats", "ReplicaStats", "RequestResult", "SamplingParams", "StepOutput"]
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was made.
+    """Totals since the engine was made, of all replicas together.
 
-    tokens_prefilled: prompt (or resumed) tokens computed. tokens_saved: served from the cache at
-    first admission. checkpoints: states saved. skipped_checkpoints: wanted, but no slot was free.
-    pools: per pool (in use, cached, free, total).
+    steps: of the devices, which all replicas share. tokens_prefilled: prompt (or resumed) tokens computed.
+    tokens_saved: served from the cache at first admission. checkpoints: states saved. skipped_checkpoints:
+    wanted, but no slot was free. pools: per pool (in use, cached, free, total). replicas: the same of each.
     """
 
     steps: int
@@ -62,6 +62,7 @@ class EngineStats:
     preemptions: int
     compilations_after_warm_up: int
     pools: dict[str, tuple[int, int, int, int]]
+    replicas: tuple[ReplicaStats, ...]
 
 
 def _execution() -> Execution:
@@ -70,7 +71,7 @@ def _execution() -> Execution:
 
 
 class Engine:
-    """Serves one model replica. Not thread safe: one caller steps it."""
+    """Serves one model, on as many replicas as the mesh has. Not thread safe: one caller steps it."""
 
     def __init__(
         self,
@@ -87,18 +88,17 @@ class Engine:
         self.vocab_size = model.vocab_size
         self._stops = frozenset(model.eos_token_ids)
         dtypes = {"mla": dtype, "kda": "float32", "conv": dtype}
-        self._controller = Controller(config)
+        self._replicas = [Replica(config) for _ in range(plan.mesh.data)]
+        self._router = Router(config, plan.mesh.data)
         interleave = config.geometry.groups[config.geometry.attention[0]].interleave if config.geometry.attention else 1
         self._device = DeviceStep(model, params, mesh, plan.sharding, dtypes, interleave, _execution())
-        self._slots: list[Request | None] = [None] * config.max_requests
         self._queue: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
-        self._steps = self._prefilled = self._saved = self._checkpoints = 0
-        self._counters = np.zeros(RECORDS, np.int64)
-        self._compiled_late = 0
+        self._steps = self._compiled_late = 0
         self._warm = False
-        self._in_flight: tuple[StepPlan, Any, Any] | None = None
+        self._in_flight: tuple[Any, Any] | None = None
+        self._gained: list[StepOutput] = []
 
     @classmethod
     def from_checkpoint(
@@ -108,26 +108,25 @@ class Engine:
         cache: CacheOptions | None = None,
         dtype: str = "float32",
         secret: bytes = b"",
+        experts: str = "tensor",
     ) -> Engine:
         """Load a Kimi Linear or K3 checkpoint folder (config.json and safetensors) onto a mesh.
 
-        mesh: `model=2,dcp=4`, a `MeshSpec`, or a jax Mesh with axes data, model, dcp.
+        mesh: `model=2,dcp=4`, a `MeshSpec`, or a jax Mesh with axes data, model, dcp. data is the number of replicas;
+        sizes in `cache` are of each.
         dtype: of weights, activations and MLA rows; recurrent states stay float32.
         secret: goes into every cache key, see `hashing.seed`; `hashing.new_secret()` draws one for this process. By
         default keys depend on content alone.
+        experts: routed experts are spread over the "tensor" group, each replica with its own, or over the whole "mesh".
         Raises UserError for anything a user can put right.
         """
         sizes = MeshSpec.of(mesh) if isinstance(mesh, Mesh) else MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         folder = Path(path)
-        model = load_config(folder)
+        model = dataclasses.replace(load_config(folder), expert_axes=experts_over(experts))
         if dtype not in ("float32", "bfloat16"):
             raise UserError("dtype", dtype, "use float32 or bfloat16")
         hashing.seed(secret=secret)  # refuses what cannot be one, before weights are loaded
         check_mesh(model, {axis: getattr(sizes, axis) for axis in AXES})
-        if sizes.data > 1:
-            raise UserError(
-                "mesh.data", sizes.data, "one engine serves one replica: use data=1 and an engine per replica"
-            )
         kernels = jax.default_backend() if jax.default_backend() in KERNELS else None
         plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes, kernels)
         built = mesh if isinstance(mesh, Mesh) else sizes.build()
@@ -162,9 +161,7 @@ class Engine:
         if request in self._queue:
             self._queue.remove(request)
         else:
-            slot = self._slots.index(request)
-            self._controller.abort(slot)
-            self._slots[slot] = None
+            self._replicas[request.replica].abort(request)
 
     @property
     def reserved_tokens(self) -> int:
@@ -175,7 +172,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is queued or live."""
-        return bool(self._queue) or any(self._slots)
+        return bool(self._queue) or any(replica.live for replica in self._replicas)
 
     def result(self, request_id: int) -> RequestResult:
         """A request as it stands."""
@@ -191,7 +188,7 @@ class Engine:
     def warm_up(self, score: bool = False) -> None:
         """Compile every step size, and the scoring steps too if asked; afterwards nothing compiles."""
         compilations()
-        null = metadata.null_plan(self._controller.warm_up())
+        null = [metadata.null_plan(self._replicas[0].controller.warm_up())] * len(self._replicas)
         self._launch(null, self.config.max_requests, decode_only=True, all_logits=False)
         for tokens in self.plan.buckets:
             self._launch(null, tokens, decode_only=False, all_logits=False)
@@ -208,98 +205,70 @@ class Engine:
         before = compilations()
         if self._in_flight is None:
             self._admit()
-            plan = self._controller.plan()
-            if not plan.rows:
-                if self.has_work:
-                    raise RuntimeError("the scheduler found nothing to run although requests are live")
+            self._in_flight = self._dispatch()
+            if self._in_flight is None:
                 return []
-            self._in_flight = self._dispatch(plan)
-        outputs = self._settle(*self._in_flight)
+        self._settle(*self._in_flight)
         self._in_flight = None
+        self._steps += 1
         self._compiled_late += (compilations() - before) if self._warm else 0
+        outputs, self._gained = self._gained, []
         return outputs
-
-    def _dispatch(self, plan: StepPlan) -> tuple[StepPlan, Any, Any]:
-        """Hand a plan to the devices: (plan, sampled tokens, scores or None), both still being computed."""
-        try:
-            tokens, decode_only = metadata.bucket_of(plan, self.plan.buckets)
-            rows = [self._slots[slot] for slot in plan.slot[: int(plan.rows)]]
-            scoring = any(request is not None and request.wants_logits for request in rows)
-            sampled, *scores = self._launch(plan, tokens, decode_only and not scoring, scoring)
-        except BaseException:
-            self._controller.withdraw()
-            raise
-        return plan, sampled, scores if scoring else None
-
-    def _launch(self, plan: StepPlan, tokens: int, decode_only: bool, all_logits: bool):
-        inputs, last = metadata.build(self.config, plan, self._slots, tokens, all_logits)
-        return self._device.run(inputs, last, decode_only=decode_only, all_logits=all_logits)
 
     def _admit(self) -> None:
-        """Move queued requests into free slots, lowest slot first, as the `arrive` transition does."""
-        while self._queue and None in self._slots:
+        """Move queued requests into free slots, in the order of the queue."""
+        while self._queue and any(replica.has_room for replica in self._replicas):
             request = self._queue.popleft()
-            self._slots[self._slots.index(None)] = request
-            self._controller.arrive(request.prompt_length, request.flags, request.prompt_keys(self.config.units))
+            keys = request.prompt_keys(self.config.units)
+            request.replica, request.guessed_hit = self._choose(request, keys)
+            self._replicas[request.replica].arrive(request, keys)
 
-    def _settle(self, plan: StepPlan, sampled: Any, scores: Any) -> list[StepOutput]:
-        """Wait for a step, book it (tokens, ends, statistics) and commit it."""
-        tokens = np.asarray(sampled)
-        outcome, outputs, ended = self._controller.no_outcome(), [], []
-        scored = None if scores is None else [np.asarray(part) for part in scores]
-        offset = np.cumsum(plan.length) - plan.length
-        for row in range(int(plan.rows)):
-            slot = int(plan.slot[row])
-            request = self._slots[slot]
-            if request is None:  # aborted while the step was in flight
-                continue
-            self._record(plan, row, request, int(plan.preemptions[slot]))
-            if scored is not None and request.wants_logits:
-                request.scores.append(Scores(*(p[offset[row] : offset[row] + plan.length[row]] for p in scored)))
-            if not plan.samples[row]:
-                continue
-            if request.wants_logits:  # a text is scored, not continued
-                request.finish_reason = "length"
-                outcome.finished[slot] = True
-                ended.append(slot)
-                continue
-            token = int(tokens[row])
-            keys = request.append(token)
-            outcome.produced[slot] = 1
-            outcome.unit_keys[slot, : len(keys)] = keys
-            request.finish_reason = request.end_after(token)
-            if request.finish_reason:
-                outcome.finished[slot] = True
-                ended.append(slot)
-                if request.turn_end:
-                    request.checkpoints.append(request.turn_end)
-                    self._checkpoints += 1
-            outputs.append(StepOutput(request.id, (token,), bool(request.finish_reason)))
-        self._controller.commit(outcome)
-        for slot in ended:
-            self._slots[slot] = None
-        self._steps += 1
-        self._counters[:] = plan.counters[:RECORDS]
-        return outputs
+    def _choose(self, request: Request, keys: np.ndarray) -> tuple[int, int]:
+        """The replica for a request, of those with a free slot, and the tokens that it is likely to find there."""
+        if len(self._replicas) == 1:
+            return 0, 0  # with nothing to choose, nothing is remembered
+        loads = {index: replica.load for index, replica in enumerate(self._replicas) if replica.has_room}
+        reads = self.config.prefix_caching and not request.flags & SKIP_READ
+        return self._router.route(keys, request.prompt_length, loads, reads)
 
-    def _record(self, plan: StepPlan, row: int, request: Request, preemptions: int) -> None:
-        start, length = int(plan.start[row]), int(plan.length[row])
-        request.preemptions = preemptions
-        if plan.admitted[row] and request.hit < 0:
-            request.hit, request.reason = int(plan.hit[row]), Reason(int(plan.reason[row]))
-            self._saved += request.hit
-        if plan.admitted[row]:
-            # After a preemption it is computed from its hit on once more.
-            request.scores.clear()
-            request.turn_end = 0
-        if start < request.prompt_length or length > 1:
-            request.chunks.append(start + length)
-            self._prefilled += length
-        *emitted, turn = (int(p) for p in plan.emit_position[row])
-        saved = [position for position in emitted if position]
-        request.checkpoints.extend(saved)
-        self._checkpoints += len(saved)
-        request.turn_end = turn or request.turn_end
+    def _dispatch(self) -> tuple[Any, Any] | None:
+        """Plan a step of every replica and hand it to the devices: (sampled tokens, scores or None), both still being
+        computed; None without work."""
+        try:
+            own = [replica.plan() for replica in self._replicas]
+            some = next((plan for plan in own if plan is not None), None)
+            if some is None:
+                return None
+            plans = [metadata.null_plan(some) if plan is None else plan for plan in own]
+            tokens, decode_only = metadata.bucket_of(plans, self.plan.buckets)
+            scoring = any(replica.scores for replica in self._replicas)
+            sampled, *scores = self._launch(plans, tokens, decode_only and not scoring, scoring)
+        except BaseException:
+            self._withdraw()
+            raise
+        return sampled, scores if scoring else None
+
+    def _withdraw(self) -> None:
+        for replica in self._replicas:
+            replica.withdraw()
+
+    def _launch(self, plans: Sequence[StepPlan], tokens: int, decode_only: bool, all_logits: bool):
+        parts = [
+            metadata.build(self.config, plan, replica.slots, tokens, all_logits)
+            for replica, plan in zip(self._replicas, plans, strict=True)
+        ]
+        return self._device.run(parts, decode_only=decode_only, all_logits=all_logits)
+
+    def _settle(self, sampled: Any, scores: Any) -> None:
+        """Wait for a step and settle it for each replica that has not done so; results lie one behind the other."""
+        count = len(self._replicas)
+        tokens = np.split(np.asarray(sampled), count)
+        scored: list[Scores | None] = [None] * count
+        if scores is not None:
+            scored = [Scores(*parts) for parts in zip(*(np.split(np.asarray(p), count) for p in scores), strict=True)]
+        for replica, own, own_scores in zip(self._replicas, tokens, scored, strict=True):
+            if replica.flying is not None:
+                self._gained += replica.settle(own, own_scores)
 
     # Conveniences: they step whatever is live; what other requests gain meanwhile is in their results.
 
@@ -353,16 +322,17 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Totals so far."""
+        each = tuple(replica.stats() for replica in self._replicas)
+        summed = ("tokens_prefilled", "tokens_saved", "checkpoints", "skipped_checkpoints", "evictions", "preemptions")
         return EngineStats(
             steps=self._steps,
-            tokens_prefilled=self._prefilled,
-            tokens_saved=self._saved,
-            checkpoints=self._checkpoints,
-            skipped_checkpoints=int(self._counters[SKIPPED_STATES]),
-            evictions=int(self._counters[EVICTED]),
-            preemptions=int(self._counters[PREEMPTED]),
             compilations_after_warm_up=self._compiled_late,
-            pools=self._controller.pools(),
+            pools={
+                name: cast(Any, tuple(map(sum, zip(*(one.pools[name] for one in each), strict=True))))
+                for name in each[0].pools
+            },
+            replicas=each,
+            **{field: sum(getattr(one, field) for one in each) for field in summed},
         )
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
@@ -370,11 +340,18 @@ class Engine:
 
         preempt_running: requests that run are computed anew, and keep their answers so far.
         """
-        return self._controller.reset(preempt_running)
+        if not preempt_running and any(replica.controller.running for replica in self._replicas):
+            return False
+        self._router.forget()
+        done = [replica.controller.reset(preempt_running) for replica in self._replicas]
+        return all(done)
 
     def check(self) -> list[str]:
-        """Broken invariants of the cache state, in words."""
-        return self._controller.check()
+        """Broken invariants of the cache state of every replica, in words."""
+        found = [replica.controller.check() for replica in self._replicas]
+        if len(found) == 1:
+            return found[0]
+        return [f"replica {index}: {broken}" for index, one in enumerate(found) for broken in one]
 
     def describe(self) -> str:
         """Geometry, sharding maps and memory."""

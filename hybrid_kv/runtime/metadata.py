@@ -25,11 +25,12 @@ class StepInputs(NamedTuple):
     sampling: SamplingInputs
 
 
-def bucket_of(plan: StepPlan, buckets: Sequence[int]) -> tuple[int, bool]:
-    """(packed tokens, decode only) of the smallest compiled step that holds the plan."""
-    if int(plan.decodes) == int(plan.rows):
-        return len(plan.slot), True
-    return next(bucket for bucket in buckets if bucket >= int(plan.tokens)), False
+def bucket_of(plans: Sequence[StepPlan], buckets: Sequence[int]) -> tuple[int, bool]:
+    """(packed tokens of a replica, decode only) of the smallest compiled step that holds the plans of all replicas."""
+    if all(int(plan.decodes) == int(plan.rows) for plan in plans):
+        return len(plans[0].slot), True
+    most = max(int(plan.tokens) for plan in plans)
+    return next(bucket for bucket in buckets if bucket >= most), False
 
 
 def build(

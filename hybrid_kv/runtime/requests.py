@@ -64,7 +64,7 @@ class RequestResult:
 
     finish_reason: "length", "stop", "aborted", or "" while it runs. hit, miss_reason: of its first
     admission ("not admitted" before). chunks: where its prefill chunks ended. checkpoints: lengths
-    at which states were saved.
+    at which states were saved. replica: where it was computed (-1: not admitted).
     """
 
     request_id: int
@@ -76,6 +76,7 @@ class RequestResult:
     chunks: list[int]
     checkpoints: list[int]
     preemptions: int
+    replica: int = -1
 
 
 def _is_integer(value: Any) -> bool:
@@ -111,6 +112,14 @@ class Request:
         self.checkpoints: list[int] = []
         self.turn_end = 0
         self.finish_reason = ""
+        self.replica, self.guessed_hit = -1, 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens yet to compute at most: of the prompt, and of the longest answer."""
+        served = self.hit if self.hit >= 0 else self.guessed_hit
+        done = self.chunks[-1] if self.chunks else served
+        return max(self.prompt_length - done, 0) + len(self.tokens) - self.length
 
     def prompt_keys(self, units: int) -> np.ndarray:
         """Hash chain of the prompt, padded to uint32[units, 4]; to be called once, before any `append`."""
@@ -142,4 +151,5 @@ class Request:
             chunks=list(self.chunks),
             checkpoints=list(self.checkpoints),
             preemptions=self.preemptions,
+            replica=self.replica,
         )

@@ -159,7 +159,7 @@ def test_aborting_at_any_moment_leaves_the_others_and_the_counts(make_engine):
     [
         ("model=3", {}, "heads"),
         ("model=8,dcp=2", {}, "model \\* dcp = 16"),
-        ("data=2", {}, "mesh.data: got 2"),
+        ("data=3,model=4", {}, "it needs 12 devices, 8 are there"),
         ("modle=2", {}, "write axes once each"),
         ("1x1", {"attention_blocks": 3}, None),
         ("1x1", {"max_context": 10**6}, "max_context: got 1000000; the model reaches 65536"),
@@ -266,7 +266,7 @@ def test_an_interrupted_step_loses_nothing(make_engine, monkeypatch, before_disp
     expected = [r.tokens for r in engine.generate(prompts, params)]
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     engine.step()
-    target = (metadata, "build") if before_dispatch else (engine._controller, "no_outcome")
+    target = (metadata, "build") if before_dispatch else (engine._replicas[0].controller, "no_outcome")
     for _ in range(3):
         with monkeypatch.context() as patch:
             patch.setattr(*target, interrupted)
@@ -337,7 +337,7 @@ def test_what_free_blocks_and_states_hold_reaches_no_token(make_engine):
     prompts = shared_prompts(18, 2)
     params = SamplingParams(max_tokens=8, ignore_stop=True)
     expected = [result.tokens for result in engine.generate(prompts, params)]
-    state, offset = engine._controller.state, engine.config.pool_offset
+    state, offset = engine._replicas[0].controller.state, engine.config.pool_offset
     nameless = ~(np.asarray(state.blocks)[:, PLACES:] > 0).any(1)
     nameless[list(offset)] = False  # the null blocks
     blocks, slots = engine.config.pool_blocks
