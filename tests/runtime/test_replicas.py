@@ -94,7 +94,6 @@ WIDE = {"rows_per_rank": 16, "interleave": 16, "chunk_limit": 24, "prefix_cachin
     [
         ("tiny-kimi-linear", "tensor", {}),
         ("tiny-kimi-linear", "mesh", WIDE),
-        ("tiny-k3", "tensor", WIDE),
         ("tiny-k3", "mesh", {}),
     ],
 )
