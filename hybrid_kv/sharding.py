@@ -67,7 +67,7 @@ class MeshSpec:
         chosen = available[: self.devices]
         try:
             return jax.make_mesh(shape, AXES, axis_types=kinds, devices=chosen)
-        except NotImplementedError:  # an axis that is a part of an axis of the torus
+        except NotImplementedError:  # how JAX says that an axis would be a part of an axis of the torus
             split = mesh_utils.create_device_mesh(shape, chosen, allow_split_physical_axes=True)
             return Mesh(split, AXES, axis_types=kinds)
 

@@ -11,9 +11,8 @@ from hybrid_kv.chipless.pods import pod
 from hybrid_kv.chipless.slices import expert_form
 from hybrid_kv.chipless.steps import KINDS, Setting
 from hybrid_kv.errors import UserError
-from hybrid_kv.models.axes import DATA, TENSOR
 from hybrid_kv.models.checkpoint_io import load_config
-from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.config import KimiLinearConfig, experts_over
 from hybrid_kv.models.published import NAMES, named
 from hybrid_kv.sharding import MeshSpec
 
@@ -41,7 +40,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
     model = model_of(options.model)
     model = dataclasses.replace(
         model,
-        expert_axes=(DATA, *TENSOR) if options.experts == "mesh" else TENSOR,
+        expert_axes=experts_over(options.experts),
         expert_form=options.expert_form or expert_form(model, pod(options.topology).chip),
     )
     return Setting(

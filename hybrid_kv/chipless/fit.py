@@ -10,8 +10,8 @@ from hybrid_kv.chipless.steps import Setting
 from hybrid_kv.chipless.work import work_of
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import format_table
-from hybrid_kv.models.axes import DATA, TENSOR
-from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.axes import DATA
+from hybrid_kv.models.config import KimiLinearConfig, experts_over
 from hybrid_kv.runtime.describe import weight_sharding
 from hybrid_kv.sharding import MeshSpec
 
@@ -56,9 +56,9 @@ def _divisors(n: int) -> list[int]:
 
 def _placements(model: KimiLinearConfig, mesh: MeshSpec) -> Iterator[KimiLinearConfig]:
     """Experts over the tensor group, and over the whole mesh where that is larger."""
-    yield dataclasses.replace(model, expert_axes=TENSOR)
+    yield dataclasses.replace(model, expert_axes=experts_over("tensor"))
     if mesh.data > 1:
-        yield dataclasses.replace(model, expert_axes=(DATA, *TENSOR))
+        yield dataclasses.replace(model, expert_axes=experts_over("mesh"))
 
 
 def fit(setting: Setting, device: Device, devices: int) -> list[Candidate]:

@@ -48,7 +48,7 @@ class StepReport:
     Attributes:
       kind: "decode", "prefill" or "verify".
       refused: why the compiler refused it; "" if it compiled.
-      over: bytes that are missing on the device, 0 if it fits.
+      over: bytes that are missing on the device; at least those of the arguments alone if the compiler does not say.
       seconds: of compilation.
       memory: arguments by what they are, temporaries.
       work: the least that has to be done.
@@ -87,7 +87,7 @@ class PodReport:
 
     @property
     def fits(self) -> bool:
-        return all(not step.over for step in self.steps)
+        return not any(step.over or step.refused for step in self.steps)
 
 
 def report(setting: Setting, pod: Pod, kinds: Sequence[str]) -> PodReport:
@@ -117,7 +117,7 @@ def step_report(setting: Setting, pod: Pod, kind: str, plan: CachePlan) -> StepR
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        over = beyond(str(error))
+        over = max(beyond(str(error)), sum(memory.values()) - pod.device.hbm, 0.0)
         return StepReport(kind, refusal(error), over, 0.0, memory, work, {}, [], {}, times)
     found = module.operations(step.text)
     scopes = module.scopes_of(found, (*LAYERS, "sample"))
@@ -160,13 +160,13 @@ def _repeats(operation: module.Operation, tokens: int) -> int:
 
 
 def beyond(message: str) -> float:
-    """Bytes by which a program exceeds the device, from the compiler's refusal; infinite if it does not say."""
+    """Bytes by which a program exceeds the device, from the compiler's refusal; 0 if it does not say."""
     size = r"([\d.]+)([KMGT]?)"
     found = re.search(rf"Exceeded hbm capacity by {size}", message)
     if found:
         return _bytes(found[1], found[2])
     found = re.search(rf"\({size}\) exceeds available HBM \({size}\)", message)
-    return _bytes(found[1], found[2]) - _bytes(found[3], found[4]) if found else float("inf")
+    return _bytes(found[1], found[2]) - _bytes(found[3], found[4]) if found else 0.0
 
 
 def _bytes(number: str, unit: str) -> float:

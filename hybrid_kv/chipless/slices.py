@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from hybrid_kv.chipless.pods import pod
 from hybrid_kv.chipless.steps import Setting
-from hybrid_kv.models.axes import DATA, TENSOR
-from hybrid_kv.models.config import KimiLinearConfig
+from hybrid_kv.models.config import KimiLinearConfig, experts_over
 from hybrid_kv.models.published import named
 from hybrid_kv.sharding import MeshSpec
 
@@ -41,7 +40,7 @@ class Slice:
         model = KimiLinearConfig.from_dict(named(self.model))
         model = dataclasses.replace(
             model,
-            expert_axes=(DATA, *TENSOR) if self.spread else TENSOR,
+            expert_axes=experts_over("mesh" if self.spread else "tensor"),
             expert_form=expert_form(model, pod(self.topology).chip),
         )
         return Setting(model, mesh, rows=ROWS // mesh.data, slots=STATES // mesh.data, exchange=self.exchange)

@@ -6,6 +6,7 @@ bottlenecks of low-rank gates are replicated.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -36,16 +37,17 @@ class Pending(NamedTuple):
     inputs: Float[Array, "T channels"]
 
 
-def first_emission(
+def reached_saves(
     recurrent: RecurrentInputs, start: Int32[Array, "R"], accepted: Int32[Array, "R"]
-) -> tuple[Int32[Array, "R"], Int32[Array, "R"]]:
-    """Of each row the first save that its accepted tokens reach: after how many of them, and its slot; 0 for none."""
+) -> tuple[Int32[Array, "R E"], Int32[Array, "R E"]]:
+    """Of each row the saves that its accepted tokens reach, those first: after how many of them, and slots; else 0."""
     after = recurrent.emit_position - start[:, None]
     reached = (after >= 1) & (after <= accepted[:, None]) & (recurrent.emit_slot > 0)
-    which = jnp.argmax(reached, axis=1)[:, None]
-    found = jnp.take_along_axis(reached, which, 1)[:, 0]
-    after, slot = (jnp.take_along_axis(values, which, 1)[:, 0] for values in (after, recurrent.emit_slot))
-    return jnp.where(found, after, 0), jnp.where(found, slot, 0)
+    order = jnp.argsort(~reached, axis=1, stable=True)
+    after, slot = (
+        jnp.take_along_axis(jnp.where(reached, values, 0), order, 1) for values in (after, recurrent.emit_slot)
+    )
+    return after, slot
 
 
 class KdaMixer(nnx.Module):
@@ -125,15 +127,26 @@ class KdaMixer(nnx.Module):
         batch: ModelBatch,
         accepted: Int32[Array, "R"],
     ) -> tuple[Float[Array, "layers S H K V"], Float[Array, "layers S W1 *channels"]]:
-        """The pools after the first `accepted` tokens of each row; of the saves inside them the first is made."""
+        """The pools after the first `accepted` tokens of each row, with the saves that those reach."""
         slots = batch.recurrent
-        after, slot = first_emission(slots, batch.rows.start, accepted)
-        states = kda_commit(
-            pending.records, self.a_log[...], self.dt_bias[...].reshape(self.a_log.shape[0], -1), states, layer,
-            Commit(accepted, slots.read, slots.write, after, slot),
-            lower_bound=self.config.gate_lower_bound, implementation=self.kernels,
-        )  # fmt: skip
-        saves = slots._replace(emit_position=(batch.rows.start + after)[:, None], emit_slot=slot[:, None])
+        after, slot = reached_saves(slots, batch.rows.start, accepted)
+        gate = self.a_log[...], self.dt_bias[...].reshape(self.a_log.shape[0], -1)
+
+        def commit(which: Commit, states: Array) -> Array:
+            return kda_commit(
+                pending.records, *gate, states, layer, which, lower_bound=self.config.gate_lower_bound,
+                implementation=self.kernels,
+            )  # fmt: skip
+
+        def save(i: Int32[Array, ""], states: Array) -> Array:
+            none = jnp.zeros_like(accepted)
+            return commit(Commit(after[:, i], slots.read, slot[:, i], none, none), states)
+
+        # A commit makes one save. Further ones, which a row hardly ever has, come before the state they start from.
+        if slot.shape[1] > 1:
+            states = jax.lax.fori_loop(1, jnp.max(jnp.sum(slot > 0, axis=1)), save, states)
+        states = commit(Commit(accepted, slots.read, slots.write, after[:, 0], slot[:, 0]), states)
+        saves = slots._replace(emit_position=batch.rows.start[:, None] + after, emit_slot=slot)
         rows = batch.rows._replace(length=accepted)
         _, conv_states = self._convolved(pending.inputs, conv_states, layer, rows, saves)
         return states, conv_states

@@ -63,6 +63,12 @@ def test_a_layer_sends_what_it_has_to(compiled, monkeypatch):
             assert report.wire[kind] == pytest.approx(report.work.wire[kind], rel=0.05)
 
 
+def test_an_axis_may_be_a_part_of_an_axis_of_the_torus():
+    mesh = mesh_on(pod("v6e:4x8"), MeshSpec(data=2, dcp=16))
+    assert dict(mesh.shape) == {"data": 2, "model": 1, "dcp": 16}
+    assert len(set(mesh.devices.flat)) == 32
+
+
 def test_a_mesh_of_another_size_is_refused():
     setting = SLICES["kimi-linear-48b on v6e-8"].setting()
     with pytest.raises(UserError, match="v6e:4x4 has 16 devices, the axes multiply to 8"):

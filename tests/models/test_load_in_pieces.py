@@ -160,13 +160,13 @@ def test_a_cache_of_another_load_is_refused_by_the_field(tmp_path):
     config = load_config(CHECKPOINT)
     load(CHECKPOINT, config, mesh_of(), cache=tmp_path / "cache")
 
-    def refused(field, config=config, mesh=mesh_of(), folder=CHECKPOINT, **keywords):  # noqa: B008
+    def refused(field, config=config, model=1, folder=CHECKPOINT, **keywords):
         with pytest.raises(UserError, match="another load") as error:
-            load(folder, config, mesh, cache=tmp_path / "cache", **keywords)
+            load(folder, config, mesh_of(model), cache=tmp_path / "cache", **keywords)
         assert error.value.field == f"cache {field}"
 
     refused("dtype", dtype=jnp.float32)
-    refused("mesh.model", mesh=mesh_of(2))
+    refused("mesh.model", model=2)
     refused("piece_bytes", piece_bytes=1 << 15)
     refused("config.rms_norm_eps", dataclasses.replace(config, rms_norm_eps=0.5))
     other = tmp_path / "copy"

@@ -71,21 +71,26 @@ def test_whatever_stands_the_rest_goes_on_as_if_decoded_one_by_one(mesh):
     np.testing.assert_allclose(_after(drafted, ACCEPTED), _after(plain, ACCEPTED), atol=1e-5)
 
 
-def test_a_save_inside_the_accepted_tokens_is_the_state_there():
+def test_saves_inside_the_accepted_tokens_are_the_states_there():
+    """However many of them; others are not made."""
     run, plain = _runner((1, 1)), _runner((1, 1))
     pieces = [p[CONTEXT : CONTEXT + MOST] for p in prompts()]
-    batch = run.batch(pieces, [CONTEXT] * ROWS, pad_to=16, emit=[(row, 0, CONTEXT + 2) for row in range(ROWS)])
-    accepted = np.array([4, 1, 2, 0], np.int32)
+    places = (2, 3)
+    emit = [(row, e, CONTEXT + after) for row in range(ROWS) for e, after in enumerate(places)]
+    batch = run.batch(pieces, [CONTEXT] * ROWS, pad_to=16, emit=emit)
+    accepted = np.array(ACCEPTED, np.int32)
     before = np.asarray(run.caches.kda)
     _, run.caches = _verified((1, 1))(run.params, batch, run.caches, jnp.asarray(accepted))
-    plain.run(plain.batch([p[:2] for p in pieces], [CONTEXT] * ROWS, pad_to=16))
+    plain.run(plain.batch([p[:3] for p in pieces], [CONTEXT] * ROWS, pad_to=16, emit=emit))
     slots: RecurrentInputs = batch.recurrent
     for row, n in enumerate(accepted):
-        saved, own = int(slots.emit_slot[row, 0]), int(slots.write[row])
-        if n >= 2:
-            np.testing.assert_allclose(run.caches.kda[:, saved], plain.caches.kda[:, own], atol=1e-5)
-            np.testing.assert_allclose(run.caches.conv[:, saved], plain.caches.conv[:, own], atol=1e-5)
-        else:
-            np.testing.assert_array_equal(run.caches.kda[:, saved], before[:, saved])
+        own = int(slots.write[row])
+        for e, after in enumerate(places):
+            saved = int(slots.emit_slot[row, e])
+            if n >= after:
+                np.testing.assert_allclose(run.caches.kda[:, saved], plain.caches.kda[:, saved], atol=1e-5)
+                np.testing.assert_allclose(run.caches.conv[:, saved], plain.caches.conv[:, saved], atol=1e-5)
+            else:
+                np.testing.assert_array_equal(run.caches.kda[:, saved], before[:, saved])
         if n == 0:
             np.testing.assert_array_equal(run.caches.kda[:, own], before[:, own])
