@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybrid_kv.models.axes import DATA, TENSOR, tensor_sum
+from hybrid_kv.models.axes import DATA, TENSOR, tensor_columns, tensor_sum
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.linear import project
@@ -129,7 +129,7 @@ class MoeFfn(nnx.Module):
         latent: a partial sum over the tensor group. Its columns are summed where they are needed; the norm takes one
         more number a token.
         """
-        mine = jax.lax.psum_scatter(latent, TENSOR, scatter_dimension=1, tiled=True)
+        mine = tensor_columns(latent)
         if self.config.latent_norm:
             mine = rms_norm_of_part(mine, self.latent_norm[...], self.config.rms_norm_eps, TENSOR)
         return project(mine, self.latent_up[...])
