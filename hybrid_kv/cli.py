@@ -339,14 +339,15 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("compile", help="compile steps of a model for a slice of a pod, with no chip")
     _add_pod_flags(command)
-    command.add_argument("--mesh", required=True, help='over all devices, such as "model=4,dcp=4"')
+    command.add_argument("--slice", metavar="NAME", help="a file of configs/slices, or another; flags go before it")
+    command.add_argument("--mesh", help='over all devices, such as "model=4,dcp=4"')
     command.add_argument("--step", choices=("decode", "prefill", "verify", "all"), default="all")
     command.add_argument("--chart", type=Path, help="write a chart of memory and least times to this file")
     command.set_defaults(command=compile_command)
 
     command = commands.add_parser("fit", help="rank the meshes of a slice for a model")
     _add_pod_flags(command)
-    command.set_defaults(command=fit_command, mesh=None)
+    command.set_defaults(command=fit_command, mesh=None, slice=None)
     return parser
 
 
@@ -365,20 +366,21 @@ def fit_command(options: argparse.Namespace) -> int:
 
 
 def _add_pod_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, help="kimi-linear-48b, kimi-k3, or a folder with config.json")
-    command.add_argument("--topology", required=True, help="chip and shape: v6e:4x4, tpu7x:4x4x4, h100:8")
-    command.add_argument("--batch", type=int, default=64, help="rows of a replica; of all for fit (%(default)s)")
-    command.add_argument("--context", type=int, default=131_072, help="most tokens of a request (%(default)s)")
-    command.add_argument("--tokens", type=int, default=8192, help="of a prefill step (%(default)s)")
-    command.add_argument("--drafts", type=int, default=3, help="tokens to verify behind each row (%(default)s)")
-    command.add_argument("--rows-per-rank", type=int, default=64, help="MLA rows of a block on a rank (%(default)s)")
-    command.add_argument("--state-slots", type=int, default=256, help="recurrent states, of all for fit (%(default)s)")
-    command.add_argument("--experts", choices=("tensor", "mesh"), default="tensor", help="devices that share experts")
+    """Flags that are not given are None, and get their value from a file or from the defaults of `slices.Slice`."""
+    command.add_argument("--model", help="kimi-linear-48b, kimi-k3, or a folder with config.json")
+    command.add_argument("--topology", help="chip and shape: v6e:4x4, tpu7x:4x4x4, h100:8")
+    command.add_argument("--batch", type=int, help="rows of a replica; of all for fit (64)")
+    command.add_argument("--context", type=int, help="most tokens of a request (131072)")
+    command.add_argument("--tokens", type=int, help="of a prefill step (8192)")
+    command.add_argument("--drafts", type=int, help="tokens to verify behind each row (3)")
+    command.add_argument("--rows-per-rank", type=int, help="MLA rows of a block on a rank (64)")
+    command.add_argument("--state-slots", type=int, help="recurrent states of a replica; of all for fit (256)")
+    command.add_argument("--experts", choices=("tensor", "mesh"), help="devices that share experts (tensor)")
     ways = ("reduce_scatter", "all_to_all")
-    command.add_argument("--exchange", choices=ways, default=ways[0], help="of partial attentions (%(default)s)")
+    command.add_argument("--exchange", choices=ways, help="of partial attentions (reduce_scatter)")
     forms = ("plain", "packed", "native")
     command.add_argument("--expert-form", choices=forms, help="of experts on the device (as stored, where it can be)")
-    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16)")
     command.add_argument("--json", action="store_true", help="print a JSON object")
 
 

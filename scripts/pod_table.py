@@ -1,4 +1,4 @@
-"""Compiles full-size models for named slices of pods and GPU meshes, and writes the table of docs/18-pods.md.
+"""Compiles the slices of `configs/slices`, and writes the table of docs/18-pods.md.
 
     scripts/pod_table.py --json results.json                        all slices and steps: an hour on two cores
     scripts/pod_table.py --json results.json --slice v6e-8 --step decode
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hybrid_kv.chipless import pod_report
 from hybrid_kv.chipless.pods import pod
-from hybrid_kv.chipless.slices import SLICES
+from hybrid_kv.chipless.slices import Slice, read_slice, slice_names
 from hybrid_kv.chipless.steps import KINDS
 from hybrid_kv.geometry import format_table
 
@@ -35,7 +35,7 @@ def main() -> int:
         print(json.dumps(_one(*options.one)))
         return 0
     results = json.loads(options.json.read_text()) if options.json.exists() else {}
-    wanted = [(name, kind) for kind in KINDS for name in SLICES if options.slice in name]
+    wanted = [(name, kind) for kind in KINDS for name in slice_names() if options.slice in name]
     for name, kind in [] if options.print else wanted:
         key = f"{name}: {kind}"
         if options.step in (None, kind) and (options.again or key not in results):
@@ -56,7 +56,7 @@ def _apart(name: str, kind: str) -> dict:
 
 def _one(name: str, kind: str) -> dict:
     """What is kept of one step; bytes and seconds of one device."""
-    chosen = SLICES[name]
+    chosen = Slice(**read_slice(name))
     slice_ = pod(chosen.topology)
     result = pod_report.report(chosen.setting(), slice_, [kind])
     (step,) = result.steps

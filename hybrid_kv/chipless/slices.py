@@ -1,49 +1,139 @@
-"""Named slices with a model each: what the table of docs/18-pods.md is made of.
+"""Settings in files: a model on a slice of a pod, as `configs/slices` has them and `hybrid-kv compile` takes them.
 
-Names are those under which slices are rented: v5p-8 is 8 cores, 4 chips and as many devices of JAX; tpu7x-8 is 8 chips
-and 16 devices. 64 requests of 131,072 tokens and 256 states in all, spread over the replicas.
+Slices have the names under which they are rented: v5p-8 is 8 cores, 4 chips and as many devices of JAX; tpu7x-8 is 8
+chips and 16 devices. All of them are compiled by `scripts/pod_table.py`, for the table of docs/18-pods.md.
 """
 
 import dataclasses
+import tomllib
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from hybrid_kv.chipless.pods import pod
 from hybrid_kv.chipless.steps import Setting
+from hybrid_kv.errors import UserError
+from hybrid_kv.models.checkpoint_io import load_config
 from hybrid_kv.models.config import KimiLinearConfig, experts_over
-from hybrid_kv.models.published import named
+from hybrid_kv.models.published import NAMES, named
 from hybrid_kv.sharding import MeshSpec
 
-ROWS, STATES = 64, 256
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "exchange": ("reduce_scatter", "all_to_all"),
+    "expert_form": (None, "plain", "packed", "native"),
+    "dtype": ("bfloat16", "float32"),
+}
+_TEXTS = ("model", "topology", "mesh", "experts", "exchange", "expert_form", "dtype")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A model on a slice.
+    """A model on a slice, field for field as in a file and as the flags of `hybrid-kv compile`.
 
     Attributes:
+      model: one of `models.published.NAMES`, or a folder with a config.json.
       topology: as `pods.pod` takes it.
-      mesh: as `MeshSpec.parse` takes it.
-      spread: experts lie over the whole mesh instead of the tensor group.
-      exchange: of partial attentions, see `models.execution.Execution`. On slices of v5 without a ring XLA makes a sum
-        for all of a reduce-scatter, which sends twice as much; all-to-all stays what it is.
+      mesh: as `MeshSpec.parse` takes it; sizes below are of one of its replicas.
+      batch, context, tokens, drafts, rows_per_rank, state_slots, dtype, exchange: see `steps.Setting`.
+      experts: spread over the "tensor" group or the whole "mesh".
+      expert_form: None for as they are stored, where the chip has a kernel for it.
     """
 
     model: str
     topology: str
-    mesh: str
-    spread: bool = False
+    mesh: str = ""
+    batch: int = 64
+    context: int = 131_072
+    tokens: int = 8192
+    drafts: int = 3
+    rows_per_rank: int = 64
+    state_slots: int = 256
+    experts: str = "tensor"
     exchange: str = "reduce_scatter"
+    expert_form: str | None = None
+    dtype: str = "bfloat16"
 
     def setting(self) -> Setting:
-        """Of one of its replicas."""
-        mesh = MeshSpec.parse(self.mesh)
-        model = KimiLinearConfig.from_dict(named(self.model))
+        """What is compiled for it.
+
+        Raises:
+          UserError: a value that cannot be, naming the field.
+        """
+        for field in ("batch", "context", "tokens", "rows_per_rank", "state_slots"):
+            if getattr(self, field) < 1:
+                raise UserError(field, getattr(self, field), "use at least 1")
+        if self.drafts < 0:
+            raise UserError("drafts", self.drafts, "use 0 or more")
+        for field, choices in CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise UserError(field, getattr(self, field), f"use one of {', '.join(filter(None, choices))}")
+        model = model_of(self.model)
         model = dataclasses.replace(
             model,
-            expert_axes=experts_over("mesh" if self.spread else "tensor"),
-            expert_form=expert_form(model, pod(self.topology).chip),
+            expert_axes=experts_over(self.experts),
+            expert_form=self.expert_form or expert_form(model, pod(self.topology).chip),
         )
-        return Setting(model, mesh, rows=ROWS // mesh.data, slots=STATES // mesh.data, exchange=self.exchange)
+        return Setting(
+            model=model,
+            mesh=MeshSpec.parse(self.mesh),
+            rows=self.batch,
+            context=self.context,
+            tokens=self.tokens,
+            drafts=self.drafts,
+            rows_per_rank=self.rows_per_rank,
+            slots=self.state_slots,
+            dtype=self.dtype,
+            exchange=self.exchange,
+        )
+
+
+def slice_names() -> list[str]:
+    """Those that come with the package."""
+    return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir())
+
+
+def read_slice(name: str) -> dict[str, Any]:
+    """Fields of `Slice` that a file gives.
+
+    Args:
+      name: one of `slice_names`, or the path of a file.
+
+    Raises:
+      UserError: no such file, or no TOML, or a field that `Slice` does not have or whose type is another.
+    """
+    packaged = name in slice_names()
+    path = _folder() / f"{name}.toml" if packaged else Path(name)
+    if not path.is_file():
+        raise UserError("slice", name, f"give a TOML file or use one of {', '.join(slice_names())}")
+    try:
+        found = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError("slice", name, f"the file must be TOML ({error})") from None
+    fields = {field.name: str if field.name in _TEXTS else int for field in dataclasses.fields(Slice)}
+    for field, value in found.items():
+        if field not in fields:
+            raise UserError(f"slice {field}", value, f"use fields among {', '.join(fields)}")
+        if type(value) is not fields[field]:
+            raise UserError(f"slice {field}", value, f"use {'text' if fields[field] is str else 'a whole number'}")
+    return found
+
+
+def _folder() -> Any:
+    return resources.files("hybrid_kv") / "configs" / "slices"
+
+
+def model_of(name: str) -> KimiLinearConfig:
+    """A model by its name, or by the folder of a checkpoint.
+
+    Raises:
+      UserError: neither.
+    """
+    if name in NAMES:
+        return KimiLinearConfig.from_dict(named(name))
+    if (Path(name) / "config.json").is_file():
+        return load_config(name)
+    raise UserError("model", name, f"use one of {', '.join(NAMES)}, or a folder with a config.json")
 
 
 def expert_form(model: KimiLinearConfig, chip: str) -> str:
@@ -51,18 +141,3 @@ def expert_form(model: KimiLinearConfig, chip: str) -> str:
     if not model.packed_experts or chip == "h100":
         return "plain"
     return "native" if chip == "tpu7x" else "packed"
-
-
-SLICES = {
-    "kimi-linear-48b on v5e-16": Slice("kimi-linear-48b", "v5e:4x4", "dcp=16", exchange="all_to_all"),
-    "kimi-linear-48b on v6e-8": Slice("kimi-linear-48b", "v6e:2x4", "dcp=8"),
-    "kimi-linear-48b on v6e-16": Slice("kimi-linear-48b", "v6e:4x4", "model=4,dcp=4"),
-    "kimi-linear-48b on v6e-32": Slice("kimi-linear-48b", "v6e:4x8", "data=2,dcp=16"),
-    "kimi-linear-48b on v5p-8": Slice("kimi-linear-48b", "v5p:2x2x1", "dcp=4", exchange="all_to_all"),
-    "kimi-linear-48b on v5p-64": Slice("kimi-linear-48b", "v5p:4x4x2", "data=4,dcp=8"),
-    "kimi-linear-48b on tpu7x-8": Slice("kimi-linear-48b", "tpu7x:2x2x2", "dcp=16"),
-    "kimi-linear-48b on H100x8": Slice("kimi-linear-48b", "h100:8", "dcp=8"),
-    "kimi-k3 on tpu7x-64": Slice("kimi-k3", "tpu7x:4x4x4", "data=4,model=8,dcp=4", spread=True),
-    "kimi-k3 on tpu7x-128": Slice("kimi-k3", "tpu7x:4x4x8", "data=8,model=8,dcp=4"),
-    "kimi-k3 on v5p-256": Slice("kimi-k3", "v5p:4x4x8", "data=4,model=8,dcp=4", spread=True),
-}

@@ -20,4 +20,4 @@ def named(name: str) -> dict[str, Any]:
     """
     if name not in NAMES:
         raise UserError("model", name, f"use one of: {', '.join(NAMES)}")
-    return json.loads((resources.files("hybrid_kv.models") / "configs" / f"{name}.json").read_text())
+    return json.loads((resources.files("hybrid_kv") / "configs" / "models" / f"{name}.json").read_text())

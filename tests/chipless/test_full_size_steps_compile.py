@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_kv.chipless import module, pod_report
 from hybrid_kv.chipless.pods import pod
-from hybrid_kv.chipless.slices import SLICES
+from hybrid_kv.chipless.slices import Slice, read_slice
 from hybrid_kv.chipless.steps import compile_step, mesh_on
 from hybrid_kv.chipless.targets import compiler_installed
 from hybrid_kv.errors import UserError
@@ -23,9 +23,9 @@ LARGE = 50e6
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(not compiler_installed(), reason="needs the extra [aot]")]
 
 
-@pytest.fixture(scope="module", params=["kimi-linear-48b on v6e-8", "kimi-k3 on tpu7x-64"])
+@pytest.fixture(scope="module", params=["kimi-linear-48b-v6e-8", "kimi-k3-tpu7x-64"])
 def compiled(request):
-    chosen = SLICES[request.param]
+    chosen = Slice(**read_slice(request.param))
     slice_, setting = pod(chosen.topology), chosen.setting()
     began = time.process_time()
     step = compile_step(setting, slice_, "decode")
@@ -70,6 +70,6 @@ def test_an_axis_may_be_a_part_of_an_axis_of_the_torus():
 
 
 def test_a_mesh_of_another_size_is_refused():
-    setting = SLICES["kimi-linear-48b on v6e-8"].setting()
+    setting = Slice(**read_slice("kimi-linear-48b-v6e-8")).setting()
     with pytest.raises(UserError, match="v6e:4x4 has 16 devices, the axes multiply to 8"):
         mesh_on(pod("v6e:4x4"), dataclasses.replace(setting, mesh=MeshSpec(dcp=8)).mesh)

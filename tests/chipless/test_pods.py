@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from hybrid_kv.chipless.command import model_of
 from hybrid_kv.chipless.fit import fit, fit_table
 from hybrid_kv.chipless.pod_report import capacity
 from hybrid_kv.chipless.pods import DEVICES, pod
+from hybrid_kv.chipless.slices import model_of
 from hybrid_kv.chipless.steps import Setting
 from hybrid_kv.chipless.work import ring, work_of
 from hybrid_kv.errors import UserError

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_kv.chipless.slices import slice_names
 from hybrid_kv.models.published import NAMES
 
 
@@ -41,8 +42,8 @@ def test_every_module_is_in_the_wheel_and_nothing_else(wheel: zipfile.ZipFile, r
 
 
 def test_configurations_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    for name in NAMES:
-        assert f"hybrid_kv/models/configs/{name}.json" in wheel.namelist()
+    files = [f"models/{name}.json" for name in NAMES] + [f"slices/{name}.toml" for name in slice_names()]
+    assert {f"hybrid_kv/configs/{file}" for file in files} <= {*wheel.namelist()}
 
 
 def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
