@@ -139,9 +139,7 @@ def replay(options: argparse.Namespace) -> int:
 
     def make_engine(prefix_caching: bool) -> "Engine":
         chosen = dataclasses.replace(cache, prefix_caching=prefix_caching and cache.prefix_caching)
-        return Engine.from_checkpoint(
-            options.checkpoint, mesh=options.mesh, cache=chosen, dtype=options.dtype, experts=options.experts
-        )
+        return Engine.from_checkpoint(options.checkpoint, cache=chosen, **_placement(options))
 
     settings = ReplayOptions(
         trace=str(options.trace),
@@ -287,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("generate", help="answer prompts given as token numbers")
-    _add_model_flags(command)
+    _add_serving_flags(command)
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt-tokens", metavar="1,2,3")
     source.add_argument("--prompt-file", type=Path, help="a JSON list of tokens, or a list of such lists")
@@ -302,7 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(command=generate)
 
     command = commands.add_parser("replay", help="serve a token trace, report hits, verify answers")
-    _add_model_flags(command)
+    _add_serving_flags(command)
     command.add_argument("--trace", type=Path, required=True, help=".jsonl or .jsonl.gz token trace")
     command.add_argument("--requests", type=int, help="only the first so many (all)")
     command.add_argument("--in-flight", type=int, default=8, help="requests kept live (%(default)s)")
@@ -395,6 +393,12 @@ def _add_model_flags(command: argparse.ArgumentParser) -> None:
         command.add_argument(flag, metavar="512,2048", help=text)
 
 
+def _add_serving_flags(command: argparse.ArgumentParser) -> None:
+    _add_model_flags(command)
+    text = "folder that keeps weights as they lie on the devices, so that loading goes on or starts from there"
+    command.add_argument("--weights-cache", type=Path, metavar="DIR", help=text)
+
+
 def _prepare_devices(options: argparse.Namespace) -> None:
     """Checks mesh and checkpoint, then lets a CPU stand in for the devices of the mesh."""
     devices = MeshSpec.parse(options.mesh).devices
@@ -415,13 +419,12 @@ def _engine(options: argparse.Namespace) -> "Engine":
     _prepare_devices(options)
     from hybrid_kv.runtime.engine import Engine
 
-    return Engine.from_checkpoint(
-        options.checkpoint,
-        mesh=options.mesh,
-        cache=_cache_options(options),
-        dtype=options.dtype,
-        experts=options.experts,
-    )
+    return Engine.from_checkpoint(options.checkpoint, cache=_cache_options(options), **_placement(options))
+
+
+def _placement(options: argparse.Namespace) -> dict[str, Any]:
+    """What `Engine.from_checkpoint` takes of where weights go and how they get there."""
+    return {name: getattr(options, name) for name in ("mesh", "dtype", "experts", "weights_cache")}
 
 
 def _cache_options(options: argparse.Namespace) -> "CacheOptions":

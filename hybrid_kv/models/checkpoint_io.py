@@ -7,6 +7,7 @@ that the host holds little beside what it places.
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,7 +47,7 @@ def load(
     mesh: Mesh,
     dtype: DTypeLike = jnp.bfloat16,
     *,
-    cache: str | Path | None = None,
+    cache: str | os.PathLike[str] | None = None,
     progress: Report | None = None,
     piece_bytes: int | None = None,
 ) -> dict[str, Array]:

@@ -109,6 +109,7 @@ class Engine:
         dtype: str = "float32",
         secret: bytes = b"",
         experts: str = "tensor",
+        weights_cache: str | os.PathLike[str] | None = None,
     ) -> Engine:
         """Load a Kimi Linear or K3 checkpoint folder (config.json and safetensors) onto a mesh.
 
@@ -118,6 +119,8 @@ class Engine:
         secret: goes into every cache key, see `hashing.seed`; `hashing.new_secret()` draws one for this process. By
         default keys depend on content alone.
         experts: routed experts are spread over the "tensor" group, each replica with its own, or over the whole "mesh".
+        weights_cache: folder that keeps weights in their device form as they are loaded. A load that is cut short goes
+        on from there, and a later one of the same checkpoint, mesh and dtype converts nothing.
         Raises UserError for anything a user can put right.
         """
         sizes = MeshSpec.of(mesh) if isinstance(mesh, Mesh) else MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
@@ -130,7 +133,8 @@ class Engine:
         kernels = jax.default_backend() if jax.default_backend() in KERNELS else None
         plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes, kernels)
         built = mesh if isinstance(mesh, Mesh) else sizes.build()
-        return cls(model, load(folder, model, built, jnp.dtype(dtype)), plan, built, dtype, secret)
+        params = load(folder, model, built, jnp.dtype(dtype), cache=weights_cache)
+        return cls(model, params, plan, built, dtype, secret)
 
     # Requests
 

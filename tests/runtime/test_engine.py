@@ -11,6 +11,7 @@ import pytest
 from hybrid_kv.cache.state import PLACES
 from hybrid_kv.errors import UserError
 from hybrid_kv.hashing import Adapter, ExtraKeys, Media, new_secret
+from hybrid_kv.models import checkpoint_io
 from hybrid_kv.models.checkpoint_io import random_checkpoint
 from hybrid_kv.runtime import metadata
 from hybrid_kv.runtime.engine import CacheOptions, Engine, SamplingParams
@@ -177,6 +178,15 @@ def test_what_cannot_work_is_refused_when_the_engine_is_made(tiny_checkpoint, me
         return
     with pytest.raises(UserError, match=words):
         Engine.from_checkpoint(tiny_checkpoint, mesh, cache)
+
+
+def test_weights_come_from_their_cache_the_second_time(tiny_checkpoint, tmp_path, monkeypatch):
+    def make():
+        return Engine.from_checkpoint(tiny_checkpoint, "dcp=2", OPTIONS, weights_cache=tmp_path / "cache")
+
+    make()
+    monkeypatch.setattr(checkpoint_io, "_read", lambda *_: pytest.fail("a tensor was read from the checkpoint"))
+    make()
 
 
 def test_options_are_checked_where_they_are_made():
