@@ -3,6 +3,7 @@
     scripts/pod_table.py --json results.json                        all slices and steps: an hour on two cores
     scripts/pod_table.py --json results.json --slice v6e-8 --step decode
     scripts/pod_table.py --json results.json --print                the table of what is in the file
+    scripts/pod_table.py --json results.json --print --markdown     as the page has it
 
 Results are added to the file as they come, so that a run can go on where another ended. Each step is compiled in a
 process of its own: what one leaves in memory does not weigh on the next.
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--step", choices=KINDS, help="only this step")
     parser.add_argument("--again", action="store_true", help="compile what is in the file already, too")
     parser.add_argument("--print", action="store_true", help="compile nothing")
+    parser.add_argument("--markdown", action="store_true", help="the table as it stands on the page")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -42,7 +44,7 @@ def main() -> int:
             print(key, flush=True)
             results[key] = _apart(name, kind)
             options.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+    print((markdown if options.markdown else format_table)(*table(results)))
     return 0 if all(result.get("fits") for result in results.values()) else 1
 
 
@@ -80,14 +82,16 @@ def _one(name: str, kind: str) -> dict:
     }
 
 
-def table(results: dict) -> str:
-    """One line a step."""
-    head = ("slice", "mesh", "compiled", "GB of", "weights", "pools", "temporary", "wire", "HBM / MXU / links ms",
-            "rows", "context")  # fmt: skip
-    rows = []
+HEAD = ("slice: step", "mesh", "compiled", "GB of", "weights", "pools", "temporary", "wire", "HBM / MXU / links, ms",
+        "rows that fit", "context that fits")  # fmt: skip
+
+
+def table(results: dict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head, and one line a step."""
+    rows: list[tuple[str, ...]] = []
     for key, r in sorted(results.items(), key=lambda item: (item[0].split(": ")[1], item[0])):
         if "failed" in r:
-            rows.append((key, "-", r["failed"][:60], *["-"] * 8))
+            rows.append((key, "-", r["failed"][:60], *["-"] * (len(HEAD) - 3)))
             continue
         memory = r["memory"]
         held = sum(memory.values())
@@ -99,7 +103,12 @@ def table(results: dict) -> str:
         sizes = [f"{size / 1e9:.2f}" for size in (memory["weights"], pools, memory.get("temporary", 0))]
         room = str(r["capacity"]["batch"]), str(r["capacity"]["context"])
         rows.append((key, r["mesh"], done, fits, *sizes, wire, times, *room))
-    return format_table(head, rows)
+    return HEAD, rows
+
+
+def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table for a page."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
 if __name__ == "__main__":
