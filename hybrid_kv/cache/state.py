@@ -119,54 +119,54 @@ class RequestLayout:
     PREEMPTIONS, ADMITTED, PRIORITY, DRAFTS, LOAD, LOADED, OVERTAKEN = range(10, 17)
     _FIRST = 17
 
-    @property
+    @functools.cached_property
     def columns(self) -> slice:
         return slice(self._FIRST, self._FIRST + self.paged)
 
-    @property
+    @functools.cached_property
     def copy_source(self) -> slice:
         return slice(self.columns.stop, self.columns.stop + self.paged)
 
-    @property
+    @functools.cached_property
     def published(self) -> slice:
         return slice(self.copy_source.stop, self.copy_source.stop + self.paged)
 
-    @property
+    @functools.cached_property
     def left(self) -> slice:
         return slice(self.published.stop, self.published.stop + self.paged)
 
-    @property
+    @functools.cached_property
     def running(self) -> slice:
         return slice(self.left.stop, self.left.stop + self.recurrent)
 
-    @property
+    @functools.cached_property
     def read(self) -> slice:
         return slice(self.running.stop, self.running.stop + self.recurrent)
 
-    @property
+    @functools.cached_property
     def turn(self) -> slice:
         return slice(self.read.stop, self.read.stop + self.turns)
 
-    @property
+    @functools.cached_property
     def turn_slot(self) -> slice:
         """[turns, recurrent] flattened."""
         return slice(self.turn.stop, self.turn.stop + self.turns * self.recurrent)
 
-    @property
+    @functools.cached_property
     def points(self) -> slice:
         return slice(self.turn_slot.stop, self.turn_slot.stop + self.wanted)
 
-    @property
+    @functools.cached_property
     def record(self) -> int:
         """Columns of one record of `flight`."""
         return 4 + self.emissions * (1 + self.recurrent)
 
-    @property
+    @functools.cached_property
     def flight(self) -> slice:
         """[flights, record] flattened."""
         return slice(self.points.stop, self.points.stop + self.flights * self.record)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return self.flight.stop
 
