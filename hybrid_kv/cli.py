@@ -43,6 +43,13 @@ LIST_FLAGS = (
     ("--token-buckets", "step sizes, in tokens, compiled besides the decode step"),
 )
 
+# What of a model is spread over which devices, as `Engine.from_checkpoint` takes it: choices, the first of which is the
+# default, and what it says.
+SPREADS = {
+    "experts": (("tensor", "mesh"), "devices that share experts"),
+    "kda": (("tensor", "model", "replicated"), "devices that share KDA heads"),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse's own errors raise SystemExit(2)."""
@@ -152,7 +159,11 @@ def replay(options: argparse.Namespace) -> int:
         check_every_step=options.check,
         overlap=options.overlap_sessions,
         out=options.out,
-        configuration={"dtype": options.dtype, "experts": options.experts, **dataclasses.asdict(cache)},
+        configuration={
+            "dtype": options.dtype,
+            **{name: getattr(options, name) for name in SPREADS},
+            **dataclasses.asdict(cache),
+        },
     )
     try:
         return run_replay(
@@ -184,13 +195,13 @@ def describe_command(options: argparse.Namespace) -> int:
     # From config.json alone: no weights, no devices, so a mesh of a pod can be looked at on a laptop.
     _check_checkpoint(options.checkpoint)
     from hybrid_kv.models.checkpoint_io import load_config
-    from hybrid_kv.models.config import experts_over
+    from hybrid_kv.models.config import experts_over, kda_over
     from hybrid_kv.models.parameters import check_mesh
     from hybrid_kv.planning import plan_cache
     from hybrid_kv.runtime.describe import cache_shape, describe
 
     model, mesh = load_config(options.checkpoint), MeshSpec.parse(options.mesh)
-    model = dataclasses.replace(model, expert_axes=experts_over(options.experts))
+    model = dataclasses.replace(model, expert_axes=experts_over(options.experts), kda_axes=kda_over(options.kda))
     check_mesh(model, dataclasses.asdict(mesh))
     print(describe(model, plan_cache(cache_shape(model, options.dtype), _cache_options(options), mesh), options.dtype))
     return 0
@@ -198,6 +209,7 @@ def describe_command(options: argparse.Namespace) -> int:
 
 def plan_command(options: argparse.Namespace) -> int:
     """Prints groups and pools of models whose layers are known, from bytes; see `hybrid_kv.planning`."""
+    from hybrid_kv.models.config import kda_over
     from hybrid_kv.planning import Budget, plan_record, plan_table
     from hybrid_kv.planning.published import MODELS
     from hybrid_kv.planning.tables import least_rows_line
@@ -212,7 +224,7 @@ def plan_command(options: argparse.Namespace) -> int:
     served, mesh = _served(options), MeshSpec.parse(options.mesh)
     records, text = [], []
     for name in options.model or MODELS:
-        layers = MODELS[name]()
+        layers = _with_states_over(MODELS[name](), kda_over(options.kda))
         text += [name, least_rows_line(layers, mesh)]
         for layout in _layouts(layers, mesh, options):
             plan, horizon = _planned(layout, budget, served, options.live)
@@ -223,6 +235,11 @@ def plan_command(options: argparse.Namespace) -> int:
         text.append("")
     print(json.dumps(records, indent=2) if options.json else "\n".join(text).rstrip())
     return 0
+
+
+def _with_states_over(layers: "Sequence[LayerSpec]", axes: tuple[str, ...]) -> "list[LayerSpec]":
+    """The layers, with heads of states split over `axes`."""
+    return [dataclasses.replace(layer, state_axes=axes) if layer.recurrent else layer for layer in layers]
 
 
 def fractions(text: str) -> dict[str, float]:
@@ -321,6 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--model", action="append", metavar="NAME", help="one of the known models (all of them)")
     command.add_argument("--layout", choices=("per-shape", "unified", "all"), help="pools by row shape, one pool, both")
     command.add_argument("--mesh", default="model=1", help='such as "model=2,dcp=4" (%(default)s)')
+    command.add_argument("--kda", choices=SPREADS["kda"][0], default="tensor", help=SPREADS["kda"][1] + " (tensor)")
     command.add_argument("--memory", type=float, default=40.0, help="GiB of one device for all pools (%(default)s)")
     command.add_argument("--max-context", type=int, default=131_072, help="tokens of a request (%(default)s)")
     command.add_argument("--hash-unit", type=int, default=64, help="tokens a prefix is matched in (%(default)s)")
@@ -373,7 +391,7 @@ def _add_pod_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--drafts", type=int, help="tokens to verify behind each row (3)")
     command.add_argument("--rows-per-rank", type=int, help="MLA rows of a block on a rank (64)")
     command.add_argument("--state-slots", type=int, help="recurrent states of a replica; of all for fit (256)")
-    command.add_argument("--experts", choices=("tensor", "mesh"), help="devices that share experts (tensor)")
+    _add_spread_flags(command, given=False)
     ways = ("reduce_scatter", "all_to_all")
     command.add_argument("--exchange", choices=ways, help="of partial attentions (reduce_scatter)")
     forms = ("plain", "packed", "native")
@@ -385,12 +403,19 @@ def _add_pod_flags(command: argparse.ArgumentParser) -> None:
 def _add_model_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--checkpoint", type=Path, required=True, help="folder with config.json and weights")
     command.add_argument("--mesh", default="model=1", help='such as "model=2,dcp=4", "data=2,dcp=4" (%(default)s)')
-    command.add_argument("--experts", choices=("tensor", "mesh"), default="tensor", help="devices that share experts")
+    _add_spread_flags(command, given=True)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and MLA rows")
     for flag, kind, text in CACHE_FLAGS:
         command.add_argument(flag, type=kind, help=text)
     for flag, text in LIST_FLAGS:
         command.add_argument(flag, metavar="512,2048", help=text)
+
+
+def _add_spread_flags(command: argparse.ArgumentParser, given: bool) -> None:
+    """What of a model is spread over which devices. given: a flag that is left out has its default, not None."""
+    for name, (choices, text) in SPREADS.items():
+        default = choices[0] if given else None
+        command.add_argument(f"--{name}", choices=choices, default=default, help=f"{text} ({choices[0]})")
 
 
 def _add_serving_flags(command: argparse.ArgumentParser) -> None:
@@ -424,7 +449,7 @@ def _engine(options: argparse.Namespace) -> "Engine":
 
 def _placement(options: argparse.Namespace) -> dict[str, Any]:
     """What `Engine.from_checkpoint` takes of where weights go and how they get there."""
-    return {name: getattr(options, name) for name in ("mesh", "dtype", "experts", "weights_cache")}
+    return {name: getattr(options, name) for name in ("mesh", "dtype", *SPREADS, "weights_cache")}
 
 
 def _cache_options(options: argparse.Namespace) -> "CacheOptions":

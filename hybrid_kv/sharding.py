@@ -2,14 +2,14 @@
 
 Axes: `data` (replicas), `model` and `dcp`; model x dcp is the tensor group. MLA rows are striped by
 token over `dcp` and replicated over `model`; recurrent and convolution states are split by heads
-over the tensor group.
+over the tensor group, unless they are to be split over `model` alone or replicated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 from jax.experimental import mesh_utils
@@ -54,7 +54,11 @@ class MeshSpec:
     @property
     def tensor(self) -> int:
         """Devices of one tensor group."""
-        return self.model * self.dcp
+        return self.over(TENSOR)
+
+    def over(self, axes: Iterable[str]) -> int:
+        """Parts into which axes together split an array; 1 for none."""
+        return math.prod(getattr(self, axis) for axis in axes)
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh over the first devices; dcp groups are neighbours."""
@@ -105,7 +109,7 @@ class ArraySharding:
         split = list(self.spec) + [None] * (len(self.shape) - len(self.spec))
         local = []
         for axis, size, names in zip(self.axes, self.shape, split, strict=True):
-            parts = math.prod(getattr(mesh, n) for n in _names(names))
+            parts = mesh.over(_names(names))
             if size % parts:
                 fix = f"mesh {mesh} splits this axis of {self.name!r} into {parts} parts; choose a mesh that divides it"
                 raise UserError(axis, size, fix)
@@ -158,11 +162,11 @@ class ShardingMap:
         return f"mesh {self.mesh} ({self.mesh.devices} devices)\n" + format_table(head, rows)
 
 
-def ownership_rule(geometry: SystemGeometry, group: int) -> str:
-    """Which rank owns a position's row of a group, in words."""
+def ownership_rule(geometry: SystemGeometry, group: int, state_axes: tuple[str, ...] = TENSOR) -> str:
+    """Which rank owns a position's row of a group, in words. state_axes: split the heads of a state."""
     g = geometry.groups[group]
     if g.kind is GroupKind.RECURRENT:
-        return "whole state, by heads"
+        return "whole state, by heads" if state_axes else "whole state on every rank"
     if g.shards == 1:
         return "all rows on every rank"
     return f"rank = p % {g.block} // {g.interleave} % {g.shards}"

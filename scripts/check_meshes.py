@@ -6,13 +6,13 @@
 For each model: random weights, four prompts of which three share prefixes, 24 greedy tokens each; expected is what one
 device answers without a cache. On every mesh of up to eight stand-in devices, answers are compared cold and warm (with
 the hits of the warm run), in chunks with a wide interleave, and without a cache; with several replicas, with experts
-over the tensor group and over the whole mesh. --model and --mesh may be repeated.
+over the tensor group and over the whole mesh. Cold and warm also with KDA over `model` alone and replicated.
+--model and --mesh may be repeated.
 About 20 seconds of one core a case. Exit code 1 if any answer differs.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import sys
@@ -38,12 +38,24 @@ GREEDY = SamplingParams(max_tokens=24, ignore_stop=True)
 
 
 @dataclasses.dataclass(frozen=True)
+class Spread:
+    """What is spread over which devices, as `Engine.from_checkpoint` takes it."""
+
+    experts: str = "tensor"
+    kda: str = "tensor"
+
+    def __str__(self) -> str:
+        chosen = {name: value for name, value in dataclasses.asdict(self).items() if value != "tensor"}
+        return "".join(f", {name} {value}" for name, value in chosen.items())
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One engine and what its answers were like: equal to the expected ones cold and warm, hits of the warm run."""
 
     model: str
     mesh: str
-    experts: str
+    spread: Spread
     options: CacheOptions
     equal: tuple[bool, bool]
     hits: tuple[int, ...]
@@ -57,9 +69,9 @@ class Case:
     def line(self) -> str:
         how = f"interleave {self.options.interleave}, chunk {self.options.chunk_limit or 'none'}"
         how += "" if self.options.prefix_caching else ", no cache"
-        how += ", experts over the mesh" if self.experts == "mesh" else ""
+        how += str(self.spread)
         verdict = "equal" if self.right else "DIFFERENT"
-        return f"{self.model:17} {self.mesh:20} {how:34} {verdict}, warm hits {list(self.hits)}, {self.seconds:.0f} s"
+        return f"{self.model:17} {self.mesh:20} {how:50} {verdict}, warm hits {list(self.hits)}, {self.seconds:.0f} s"
 
 
 def prompts() -> list[list[int]]:
@@ -70,22 +82,25 @@ def prompts() -> list[list[int]]:
             ((0, 9), (60, 5), (100, 30), (100, 60))]  # fmt: skip
 
 
-def variants(mesh: str) -> Iterator[CacheOptions]:
+def variants(mesh: str) -> Iterator[tuple[Spread, CacheOptions]]:
     """Cold and warm; in chunks, with the widest interleave of a block of one row a rank or more; without a cache."""
-    yield PLAIN
-    wide = 16 // MeshSpec.parse(mesh).dcp
-    yield dataclasses.replace(PLAIN, chunk_limit=48, interleave=wide if MeshSpec.parse(mesh).dcp > 1 else 1)
-    yield dataclasses.replace(PLAIN, prefix_caching=False)
+    sizes = MeshSpec.parse(mesh)
+    chunks = dataclasses.replace(PLAIN, chunk_limit=48, interleave=16 // sizes.dcp if sizes.dcp > 1 else 1)
+    for experts in ("tensor", "mesh") if sizes.data > 1 else ("tensor",):
+        for options in (PLAIN, chunks, dataclasses.replace(PLAIN, prefix_caching=False)):
+            yield Spread(experts), options
+        for kda in ("model", "replicated") if sizes.tensor > 1 else ():
+            yield Spread(experts, kda), PLAIN
 
 
-def run(folder: Path, model: str, mesh: str, experts: str, options: CacheOptions, expected: list[list[int]]) -> Case:
+def run(folder: Path, model: str, mesh: str, spread: Spread, options: CacheOptions, expected: list[list[int]]) -> Case:
     """Both runs of one engine, against the expected answers."""
     begin = time.perf_counter()
-    engine = Engine.from_checkpoint(folder, mesh=mesh, cache=options, experts=experts)
+    engine = Engine.from_checkpoint(folder, mesh=mesh, cache=options, **dataclasses.asdict(spread))
     cold, warm = engine.generate(prompts(), GREEDY), engine.generate(prompts(), GREEDY)
     equal = tuple([r.tokens for r in results] == expected for results in (cold, warm))
     hits, seconds = tuple(r.hit for r in warm), time.perf_counter() - begin
-    return Case(model, mesh, experts, options, equal, hits, not engine.check(), seconds)
+    return Case(model, mesh, spread, options, equal, hits, not engine.check(), seconds)
 
 
 def main() -> int:
@@ -102,9 +117,8 @@ def main() -> int:
             plain = Engine.from_checkpoint(folder, cache=dataclasses.replace(PLAIN, prefix_caching=False))
             expected = [result.tokens for result in plain.generate(prompts(), GREEDY)]
             for mesh in options.mesh or MESHES:
-                spreads = ("tensor", "mesh") if MeshSpec.parse(mesh).data > 1 else ("tensor",)
-                for experts, variant in itertools.product(spreads, variants(mesh)):
-                    cases.append(run(Path(folder), model, mesh, experts, variant, expected))
+                for spread, variant in variants(mesh):
+                    cases.append(run(Path(folder), model, mesh, spread, variant, expected))
                     print(cases[-1].line(), flush=True)
     if options.json:
         records = [dataclasses.asdict(case) | {"right": case.right} for case in cases]

@@ -62,7 +62,7 @@ def _one(name: str, kind: str) -> dict:
     slice_ = pod(chosen.topology)
     result = pod_report.report(chosen.setting(), slice_, [kind])
     (step,) = result.steps
-    layers = [layer for layer in pod_report.LAYERS if step.work.layers[layer]]
+    layers = [layer for layer in pod_report.LAYERS if step.work.layers[layer] and step.work.wire[layer]]
     return {
         "topology": chosen.topology,
         "mesh": chosen.mesh,

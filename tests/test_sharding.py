@@ -27,6 +27,31 @@ def test_mla_rows_are_split_by_dcp_and_states_by_heads_over_the_tensor_group():
     assert plan.sharding["mla"].rule == "rank = p % 64 // 1 % 4"
 
 
+@pytest.mark.parametrize(("axes", "heads", "split", "rule"), [
+    (("model",), 4, "slot:data head:model ", "by heads"), ((), 8, "slot:data ", "whole state on every rank"),
+])  # fmt: skip
+def test_states_are_split_over_fewer_axes_where_the_model_says_so(axes, heads, split, rule):
+    shape = dataclasses.replace(SHAPE, state_axes=axes)
+    plan = plan_cache(shape, CacheOptions(max_requests=2, max_context=256), MeshSpec(model=2, dcp=4))
+    local = {array.name: array.local_shape(plan.mesh) for array in plan.sharding.arrays}
+    assert local == {"mla": (2, 9, 16, 40), "kda": (5, 17, heads, 16, 16), "conv": (5, 17, 3, 48 * heads)}
+    (line,) = [line for line in plan.sharding.table().splitlines() if line.startswith("kda")]
+    assert split in line and rule in line and ("head:" in line) == bool(axes)
+    assert {spec.local_bytes(plan.mesh) for spec in shape.layers() if spec.recurrent} == {
+        heads * 16 * 16 * 4 + 3 * 48 * heads * 4
+    }
+
+
+def test_heads_need_to_divide_only_over_the_axes_that_split_them():
+    six = dataclasses.replace(SHAPE, heads=6)
+    with pytest.raises(UserError, match="mesh: got 'model=2,dcp=2'; model x dcp must divide the 6 heads"):
+        plan_cache(six, CacheOptions(max_requests=2), MeshSpec(model=2, dcp=2))
+    for axes, heads in ((("model",), 3), ((), 6)):
+        shape = dataclasses.replace(six, state_axes=axes)
+        plan = plan_cache(shape, CacheOptions(max_requests=2), MeshSpec(model=2, dcp=2))
+        assert plan.sharding["kda"].local_shape(plan.mesh)[2] == heads
+
+
 def test_pools_of_replicas_lie_one_behind_the_other():
     one, four = (plan_cache(SHAPE, CacheOptions(max_requests=2), MeshSpec(data=n, dcp=2)).sharding for n in (1, 4))
     for array in one.arrays:
@@ -54,6 +79,14 @@ def test_pools_for_kernels_lie_in_whole_tiles(kernels):
     assert plain.sharding["conv"].local_shape(mesh) == (5, 17, 3, 384)
     for array in plain.sharding.arrays:
         assert tiled.sharding[array.name].local_bytes(mesh) == array.local_bytes(mesh)
+
+
+def test_columns_of_histories_depend_on_how_states_are_split():
+    """Three columns of 128 channels: they fit a device whole, and no half of the devices."""
+    narrow = dataclasses.replace(WIDE, heads=8, key=16, value=16)
+    for axes, columns in ((("model", "dcp"), False), (("model",), True), ((), True)):
+        plan = plan_cache(dataclasses.replace(narrow, state_axes=axes), CacheOptions(), MeshSpec(dcp=2), "tpu")
+        assert plan.forms.columns == columns
 
 
 def test_pools_stay_plain_where_sizes_have_no_tiles():

@@ -196,6 +196,7 @@ def capacity(setting: Setting, plan: CachePlan, hbm: float) -> Capacity:
 def as_json(result: PodReport) -> str:
     """The report as one JSON object."""
     setting = {f.name: getattr(result.setting, f.name) for f in dataclasses.fields(Setting) if f.name != "model"}
+    setting |= {name: getattr(result.setting.model, name) for name in ("expert_axes", "kda_axes")}
     return json.dumps(
         {
             "topology": result.topology,

@@ -15,7 +15,7 @@ from hybrid_kv.chipless.pods import pod
 from hybrid_kv.chipless.steps import Setting
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load_config
-from hybrid_kv.models.config import KimiLinearConfig, experts_over
+from hybrid_kv.models.config import KimiLinearConfig, experts_over, kda_over
 from hybrid_kv.models.published import NAMES, named
 from hybrid_kv.sharding import MeshSpec
 
@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "expert_form": (None, "plain", "packed", "native"),
     "dtype": ("bfloat16", "float32"),
 }
-_TEXTS = ("model", "topology", "mesh", "experts", "exchange", "expert_form", "dtype")
+_TEXTS = ("model", "topology", "mesh", "experts", "kda", "exchange", "expert_form", "dtype")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Slice:
       mesh: as `MeshSpec.parse` takes it; sizes below are of one of its replicas.
       batch, context, tokens, drafts, rows_per_rank, state_slots, dtype, exchange: see `steps.Setting`.
       experts: spread over the "tensor" group or the whole "mesh".
+      kda: heads split over the "tensor" group or "model" alone, or "replicated".
       expert_form: None for as they are stored, where the chip has a kernel for it.
     """
 
@@ -50,6 +51,7 @@ class Slice:
     rows_per_rank: int = 64
     state_slots: int = 256
     experts: str = "tensor"
+    kda: str = "tensor"
     exchange: str = "reduce_scatter"
     expert_form: str | None = None
     dtype: str = "bfloat16"
@@ -72,6 +74,7 @@ class Slice:
         model = dataclasses.replace(
             model,
             expert_axes=experts_over(self.experts),
+            kda_axes=kda_over(self.kda),
             expert_form=self.expert_form or expert_form(model, pod(self.topology).chip),
         )
         return Setting(

@@ -65,7 +65,7 @@ def work_of(setting: Setting, kind: str, plan: CachePlan) -> Work:
     # A prefill computes prompts from nothing; its rows in the cache are its own.
     active = setting.rows if kind != "prefill" else 1
     passes = 2 if kind != "prefill" else 1  # states are read and written; from nothing only written
-    state = (shape.heads * shape.key * shape.value * shape.state_itemsize) * layers["kda"] / mesh.tensor
+    state = shape.heads * shape.key * shape.value * shape.state_itemsize * layers["kda"] / mesh.over(model.kda_axes)
     row = model.cache_width * itemsize * layers["mla"] / mesh.dcp
     cached = setting.rows * setting.context if kind != "prefill" else tokens
     return Work(
@@ -100,7 +100,7 @@ def _weight_bytes(setting: Setting, plan: CachePlan, tokens: int) -> float:
 def _macs(setting: Setting, kind: str, tokens: int) -> float:
     """Of one device: products with weights it holds, and attention of its heads."""
     model, mesh = setting.model, setting.mesh
-    heads, kda_heads = model.mla_heads / mesh.tensor, model.kda_heads / mesh.tensor
+    heads, kda_heads = model.mla_heads / mesh.tensor, model.kda_heads / mesh.over(model.kda_axes)
     wanted = tokens if kind != "prefill" else setting.rows
     total = 0.0
     for name, entry in inventory(model).items():
@@ -112,7 +112,7 @@ def _macs(setting: Setting, kind: str, tokens: int) -> float:
     together = setting.mesh.data if DATA in model.expert_axes else 1
     total += (
         tokens * together * model.experts_per_token * 3 * width * model.expert_width * len(model.moe_layers)
-        / math.prod(getattr(mesh, axis) for axis in model.expert_axes)
+        / mesh.over(model.expert_axes)
     )  # fmt: skip
     total += 7 * tokens * kda_heads * model.kda_head_dim**2 * len(model.kda_layers)
     if kind == "prefill":
@@ -126,14 +126,15 @@ def _macs(setting: Setting, kind: str, tokens: int) -> float:
 def _parts(mesh: MeshSpec, spec: PartitionSpec) -> int:
     """Into how many parts a spec splits an array."""
     names = [name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)]
-    return math.prod(getattr(mesh, name) for name in names)
+    return mesh.over(names)
 
 
 def _wire(setting: Setting, tokens: int, itemsize: int, cached: int) -> dict[str, float]:
     """Bytes a device sends for a layer of each kind. A prefill gathers the context, decoding the queries."""
     model, mesh = setting.model, setting.mesh
     tensor, dcp = mesh.tensor, mesh.dcp
-    stream = 2 * ring(tokens * model.hidden_size * itemsize, tensor)
+    hidden = tokens * model.hidden_size * itemsize
+    stream = 2 * ring(hidden, tensor)
     heads = model.mla_heads / mesh.model
     queries = (
         ring(tokens * heads * model.cache_width * itemsize, dcp)
@@ -142,7 +143,7 @@ def _wire(setting: Setting, tokens: int, itemsize: int, cached: int) -> dict[str
     )
     context = ring(cached * model.cache_width * itemsize, dcp)
     wire = {
-        "kda": stream,
+        "kda": 2 * ring(hidden, mesh.over(model.kda_axes)),
         "mla": stream + min(queries, context),
         "dense": stream,
         "moe": stream,

@@ -16,9 +16,9 @@ def tensor_rank() -> jax.Array:
     return jax.lax.axis_index(TENSOR)
 
 
-def tensor_sum(x: jax.Array) -> jax.Array:
-    """Sum of partial results over the tensor group."""
-    return jax.lax.psum(x, TENSOR)
+def tensor_sum(x: jax.Array, axes: tuple[str, ...] = TENSOR) -> jax.Array:
+    """Sum of partial results over the tensor group, or over those axes of it that split them."""
+    return jax.lax.psum(x, axes) if axes else x
 
 
 def tensor_columns(x: jax.Array) -> jax.Array:

@@ -21,9 +21,9 @@ class Caches(NamedTuple):
       mla: latent rows, [MLA layers, blocks, shards * rows_per_rank, L + P], axis 2 split over
         "dcp" (each rank sees its own rows_per_rank).
       kda: recurrent states, [KDA layers, slots, H, K, V] fp32 by default, axis 2 split over
-        ("model", "dcp").
+        the model's `kda_axes`, by default ("model", "dcp").
       conv: last W - 1 pre-convolution inputs, oldest first, [KDA layers, slots, W - 1, H * 3 * K],
-        channels ordered (head, {q, k, v}, K) and split over ("model", "dcp").
+        channels ordered (head, {q, k, v}, K) and split over the same axes.
     """
 
     mla: Float[Array, "mla_layers B *page"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybrid_kv.errors import UserError
-from hybrid_kv.models.axes import DATA, TENSOR
+from hybrid_kv.models.axes import DATA, MODEL, TENSOR
 from hybrid_kv.models.fields import boolean, given, integer, integers, number, refusal
 from hybrid_kv.models.quantization import packed_experts
 from hybrid_kv.models.wrapper import Text, inside_text, text_of
@@ -26,6 +26,7 @@ _ONLY = {
 _LINEAR = "linear_attn_config."
 EXPERT_FORMS = ("plain", "packed", "native")
 EXPERT_SPREADS = {"tensor": TENSOR, "mesh": (DATA, *TENSOR)}
+KDA_SPREADS: dict[str, tuple[str, ...]] = {"tensor": TENSOR, "model": (MODEL,), "replicated": ()}
 _GROUP = 32  # columns of a packed weight that share a scale
 
 
@@ -34,6 +35,14 @@ def experts_over(devices: str) -> tuple[str, ...]:
     if devices not in EXPERT_SPREADS:
         raise UserError("experts", devices, f"use one of {', '.join(EXPERT_SPREADS)}")
     return EXPERT_SPREADS[devices]
+
+
+def kda_over(devices: str) -> tuple[str, ...]:
+    """The `kda_axes` for KDA heads over the "tensor" group, over "model" alone, or "replicated" on all devices of the
+    group. Raises UserError otherwise."""
+    if devices not in KDA_SPREADS:
+        raise UserError("kda", devices, f"use one of {', '.join(KDA_SPREADS)}")
+    return KDA_SPREADS[devices]
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class KimiLinearConfig:
       tensor_prefix: what checkpoint names begin with.
       expert_axes: mesh axes that split the routed experts: the tensor group, or the data axis before it. A choice of
         whoever runs the model, not of its configuration.
+      kda_axes: mesh axes that split the heads of KDA, and with them its weights, states and histories: the tensor
+        group, "model" alone, or none. As free a choice.
       expert_form: how routed experts lie on the device: "plain" as numbers of the model's dtype, "packed" in MXFP4
         words for the TPU kernel, "native" in those for tpu7x. As free a choice.
     """
@@ -104,6 +115,7 @@ class KimiLinearConfig:
     media_tokens: tuple[tuple[str, int], ...] = ()
     tensor_prefix: str = ""
     expert_axes: tuple[str, ...] = TENSOR
+    kda_axes: tuple[str, ...] = TENSOR
     expert_form: str = "plain"
 
     def __post_init__(self) -> None:
@@ -139,6 +151,8 @@ class KimiLinearConfig:
                     raise UserError(name, width, f"packed experts need a multiple of {_GROUP}")
         if self.expert_axes not in EXPERT_SPREADS.values():
             raise UserError("expert_axes", self.expert_axes, f"use {TENSOR} or {(DATA, *TENSOR)}")
+        if self.kda_axes not in KDA_SPREADS.values():
+            raise UserError("kda_axes", self.kda_axes, f"use one of {', '.join(map(str, KDA_SPREADS.values()))}")
         if self.expert_form not in EXPERT_FORMS:
             raise UserError("expert_form", self.expert_form, f"use one of {', '.join(EXPERT_FORMS)}")
         if self.expert_form != "plain":

@@ -1,7 +1,8 @@
 """KDA mixer: projections, short convolution, gated delta rule, gated norm, output projection.
 
-Heads are split over the tensor group, so a rank sees its own heads in every weight and in both pools;
-bottlenecks of low-rank gates are replicated.
+Heads are split over the axes of the tensor group that the configuration names (`kda_axes`), so a rank sees its own
+heads in every weight and in both pools; bottlenecks of low-rank gates are replicated. Ranks that hold the same heads
+compute the same, and nothing is summed over them.
 """
 
 from typing import NamedTuple
@@ -181,7 +182,7 @@ class KdaMixer(nnx.Module):
     def _projected(self, x: Float[Array, "T D"], o: Float[Array, "T H V"]) -> Float[Array, "T D"]:
         """Output gate, norm and output projection."""
         y = gated_rms_norm(o, self._output_gate(x).reshape(o.shape), self.o_norm[...], self.config.rms_norm_eps)
-        return tensor_sum(project(y.astype(x.dtype).reshape(x.shape[0], -1), self.out[...]))
+        return tensor_sum(project(y.astype(x.dtype).reshape(x.shape[0], -1), self.out[...]), self.config.kda_axes)
 
     def _output_gate(self, x: Float[Array, "T D"]) -> Float[Array, "T HK"]:
         if self.config.full_rank_gate:

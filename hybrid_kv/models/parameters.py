@@ -62,17 +62,22 @@ def _name(config: KimiLinearConfig, layer: int | str, rest: str) -> str:
     return f"{config.tensor_prefix}model.layers.{layer}.{rest}"
 
 
-# path -> (tensor, shape, axis split by the tensor group)
+# path -> (tensor, shape, axis that is split)
 _Entries = dict[str, tuple[str, Shape, int | None]]
 
 
 def _linear(
-    config: KimiLinearConfig, prefix: str, layers: tuple[int, ...], module: str, entries: _Entries
+    config: KimiLinearConfig,
+    prefix: str,
+    layers: tuple[int, ...],
+    module: str,
+    entries: _Entries,
+    over: tuple[str, ...] = TENSOR,
 ) -> dict[str, Parameter]:
-    """Plain `.weight` tensors stacked over `layers`."""
+    """Plain `.weight` tensors stacked over `layers`, split over the mesh axes `over`."""
     table = {}
     for path, (tensor, shape, split) in entries.items():
-        spec = PartitionSpec(*(TENSOR if axis - 1 == split else None for axis in range(len(shape) + 1)))
+        spec = PartitionSpec(*((over or None) if axis - 1 == split else None for axis in range(len(shape) + 1)))
         parts = tuple(Whole(_name(config, i, f"{module}{tensor}.weight"), shape) for i in layers)
         if layers:
             table[prefix + path] = Parameter((len(layers), *shape), spec, Stack(parts))
@@ -111,7 +116,7 @@ def _kda(config: KimiLinearConfig) -> dict[str, Parameter]:
     def vectors(rest: str, shape: Shape) -> Stack:
         return Stack(tuple(Whole(_name(config, i, rest), shape) for i in layers))
 
-    by_head = PartitionSpec(None, TENSOR)
+    by_head = PartitionSpec(None, config.kda_axes or None)
     a_log = Stack(tuple(HeadVector(_name(config, i, "self_attn.A_log"), heads) for i in layers))
     low_rank: _Entries = {"g_a": ("g_a_proj", (width, d), None), "g_b": ("g_b_proj", (wide, width), 0)}
     full_rank: _Entries = {"g": ("g_proj", (wide, d), 0)}
@@ -127,7 +132,7 @@ def _kda(config: KimiLinearConfig) -> dict[str, Parameter]:
         "beta": ("b_proj", (heads, d), 0),
         "out": ("o_proj", (d, wide), 1),
         **(full_rank if config.full_rank_gate else low_rank),
-    })  # fmt: skip
+    }, config.kda_axes)  # fmt: skip
 
 
 def _mla(config: KimiLinearConfig) -> dict[str, Parameter]:
@@ -217,29 +222,27 @@ def partition_specs(config: KimiLinearConfig) -> PartitionSpecs:
 
 
 def check_mesh(config: KimiLinearConfig, mesh_shape: Mapping[str, int]) -> None:
-    """Refuse a mesh whose tensor group does not divide the heads, vocabulary or widths, or `expert_axes` the experts.
+    """Refuse a mesh whose tensor group does not divide the heads of MLA, vocabulary or widths, whose `kda_axes` do not
+    divide the heads of KDA, or whose `expert_axes` the experts.
 
     Raises:
-      UserError: an axis is missing, or a size is not divisible by model * dcp.
+      UserError: an axis is missing, or a size is not divisible by the devices that share it.
     """
     for axis in {*TENSOR, *config.expert_axes}:
         if axis not in mesh_shape:
             raise UserError("mesh", dict(mesh_shape), f"name its axes data, {MODEL} and {DCP}")
-    ranks = mesh_shape[MODEL] * mesh_shape[DCP]
+    # (size, axes that split it, what else there is to do than to choose a smaller mesh)
     sizes = {
-        "linear_attn_config.num_heads": config.kda_heads,
-        "num_attention_heads": config.mla_heads,
-        "vocab_size": config.vocab_size,
-        "routed_expert_hidden_size": config.routed_width,
-        "intermediate_size": config.dense_width,
-        "moe_intermediate_size * num_shared_experts": config.expert_width * config.shared_experts,
+        "linear_attn_config.num_heads": (config.kda_heads, config.kda_axes, ", or spread KDA over fewer axes"),
+        "num_attention_heads": (config.mla_heads, TENSOR, ""),
+        "vocab_size": (config.vocab_size, TENSOR, ""),
+        "routed_expert_hidden_size": (config.routed_width, TENSOR, ""),
+        "intermediate_size": (config.dense_width, TENSOR, ""),
+        "moe_intermediate_size * num_shared_experts": (config.expert_width * config.shared_experts, TENSOR, ""),
+        "num_experts": (config.experts, config.expert_axes, ""),
     }
-    for field, size in sizes.items():
+    for field, (size, axes, otherwise) in sizes.items():
+        ranks = math.prod(mesh_shape[axis] for axis in axes)
         if size % ranks:
-            raise UserError(field, size, f"must be a multiple of model * dcp = {ranks}; choose a smaller mesh")
-    groups = math.prod(mesh_shape[axis] for axis in config.expert_axes)
-    if config.experts % groups:
-        axes = " * ".join(config.expert_axes)
-        raise UserError(
-            "num_experts", config.experts, f"must be a multiple of {axes} = {groups}; choose a smaller mesh"
-        )
+            fix = f"must be a multiple of {' * '.join(axes)} = {ranks}; choose a smaller mesh{otherwise}"
+            raise UserError(field, size, fix)

@@ -32,16 +32,16 @@ PLAIN = PoolForms()
 
 
 def forms_for(
-    kernels: str | None, *, latent: int, position: int, rows_per_rank: int, channels: int, tensor: int
+    kernels: str | None, *, latent: int, position: int, rows_per_rank: int, channels: int, parts: int
 ) -> PoolForms:
     """The forms that a back end's kernels take, plain ones where sizes do not allow them.
 
-    kernels: "tpu", "gpu" or None for plain XLA. rows_per_rank: of an MLA page. channels: of the convolution over the
-    whole tensor group, which has `tensor` devices.
+    kernels: "tpu", "gpu" or None for plain XLA. rows_per_rank: of an MLA page. channels: of the convolution, which the
+    mesh splits into `parts`.
     """
     if kernels is None:
         return PLAIN
     if kernels not in KERNELS:
         raise UserError("kernels", kernels, f"use one of {', '.join(KERNELS)}, or None")
     planes = latent % LANES == 0 and position == _TAIL and rows_per_rank > 0 and rows_per_rank % _TILE == 0
-    return PoolForms(planes=planes, columns=channels % (LANES * tensor) == 0)
+    return PoolForms(planes=planes, columns=channels % (LANES * parts) == 0)

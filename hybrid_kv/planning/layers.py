@@ -6,7 +6,7 @@ import dataclasses
 
 from hybrid_kv.errors import UserError
 from hybrid_kv.geometry import GroupKind
-from hybrid_kv.sharding import MeshSpec
+from hybrid_kv.sharding import TENSOR, MeshSpec
 
 
 def check_whole(field: str, value: object, least: int = 1) -> None:
@@ -22,8 +22,9 @@ class LayerSpec:
     name: what its group is called. index: its number in the model, draft layers behind the target's.
     bytes: of one token's row, or of one state, on all devices together.
     heads: equal parts that the tensor group may split the bytes into; 1 for a latent row, which is never cut.
+    state_axes: mesh axes that split the heads of a state; none for a state that is whole on every device.
     window: tokens a sliding window or a local chunk spans, 0 for other kinds.
-    replicated: rows are not striped over dcp; a state is whole on every device.
+    replicated: rows are not striped over dcp; a state is whole on every device, whatever `state_axes`.
     draft: the layer belongs to a drafter. It never changes grouping.
     group: layers with the same name here share one group, whatever else they are; "" groups by geometry.
 
@@ -40,6 +41,7 @@ class LayerSpec:
     replicated: bool = False
     draft: bool = False
     group: str = ""
+    state_axes: tuple[str, ...] = TENSOR
 
     def __post_init__(self) -> None:
         kind = GroupKind.parse(self.kind)
@@ -50,6 +52,8 @@ class LayerSpec:
         check_whole(f"{self}.window", self.window, least=0)
         if self.bytes % self.heads:
             raise UserError(f"{self}.bytes", self.bytes, f"its {self.heads} heads must have equal parts of them")
+        if not {*self.state_axes} <= {*TENSOR}:
+            raise UserError(f"{self}.state_axes", self.state_axes, f"use axes of {TENSOR}, or none")
         if kind.windowed != (self.window > 0):
             fix = "give the window in tokens" if kind.windowed else f"a {kind} layer has none: use 0"
             raise UserError(f"{self}.window", self.window, fix)
@@ -74,13 +78,14 @@ class LayerSpec:
     def local_bytes(self, mesh: MeshSpec) -> int:
         """Bytes of a row, or of a state, on the device that holds it.
 
-        Rows striped over dcp are split by heads over `model`, everything else over `model x dcp`. With more
-        devices than heads a device holds one whole row head; a state is never held twice unless replicated.
+        Rows striped over dcp are split by heads over `model`, other rows over `model x dcp`, states over `state_axes`.
+        With more devices than heads a device holds one whole row head; devices along `state_axes` never hold the same
+        part of a state.
         Raises UserError where heads and devices do not divide.
         """
         if self.recurrent and self.replicated:
             return self.bytes
-        parts = mesh.model if self.striped else mesh.tensor
+        parts = mesh.over(self.state_axes) if self.recurrent else mesh.model if self.striped else mesh.tensor
         if self.heads % parts == 0:
             return self.bytes // parts
         if self.recurrent:

@@ -82,7 +82,8 @@ class CacheShape:
     """What the planner has to know of a model's cache.
 
     mla_layers, recurrent_layers: indices. latent, position: widths of an MLA row. heads, key, value:
-    of a recurrent state. taps: convolution width. Item sizes in bytes.
+    of a recurrent state. taps: convolution width. Item sizes in bytes. state_axes: mesh axes that split
+    the heads of states and histories; none for whole ones on every device.
     """
 
     mla_layers: tuple[int, ...]
@@ -97,6 +98,7 @@ class CacheShape:
     row_itemsize: int
     conv_itemsize: int
     state_itemsize: int = 4
+    state_axes: tuple[str, ...] = TENSOR
 
     @property
     def channels(self) -> int:
@@ -110,7 +112,10 @@ class CacheShape:
         state = delta_state_bytes(self.heads, self.key, self.value, self.taps, **sizes)
         return tuple(
             [LayerSpec("mla", index, GroupKind.MLA, row) for index in self.mla_layers]
-            + [LayerSpec("kda", index, GroupKind.RECURRENT, state, heads=self.heads) for index in self.recurrent_layers]
+            + [
+                LayerSpec("kda", index, GroupKind.RECURRENT, state, heads=self.heads, state_axes=self.state_axes)
+                for index in self.recurrent_layers
+            ]
         )
 
 
@@ -179,7 +184,8 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec, kernels
     chosen = options.token_buckets or (max(budget // 4, 1), budget)
     buckets = tuple(sorted({bucket for bucket in chosen if bucket < budget} | {budget}))
     forms = forms_for(
-        kernels, latent=shape.latent, position=shape.position, channels=shape.channels, tensor=mesh.tensor,
+        kernels, latent=shape.latent, position=shape.position, channels=shape.channels,
+        parts=mesh.over(shape.state_axes),
         rows_per_rank=geometry.groups[geometry.attention[0]].block // mesh.dcp if geometry.attention else 0,
     )  # fmt: skip
     return CachePlan(config, mesh, _sharding(shape, config, mesh, forms), buckets, forms)
@@ -210,8 +216,8 @@ def _sharding(shape: CacheShape, config: CacheConfig, mesh: MeshSpec, forms: Poo
     geometry = config.geometry
     mla = geometry.attention[0] if geometry.attention else None
     kda = geometry.recurrent[0] if geometry.recurrent else None
-    if kda is not None and shape.heads % mesh.tensor:
-        raise UserError("mesh", str(mesh), f"model x dcp must divide the {shape.heads} heads")
+    if kda is not None and shape.heads % mesh.over(shape.state_axes):
+        raise UserError("mesh", str(mesh), f"{' x '.join(shape.state_axes)} must divide the {shape.heads} heads")
     blocks = config.pool_blocks[config.group_pool[mla]] if mla is not None else 1
     rows = geometry.groups[mla].block if mla is not None else mesh.dcp
     slots = config.pool_blocks[config.group_pool[kda]] if kda is not None else 1
@@ -226,9 +232,9 @@ def _sharding(shape: CacheShape, config: CacheConfig, mesh: MeshSpec, forms: Poo
                 name="kda",
                 shape=(*states, shape.heads, shape.key, shape.value),
                 axes=("layer", "slot", "head", "key", "value"),
-                spec=P(None, "data", TENSOR, None, None),
+                spec=P(None, "data", shape.state_axes or None, None, None),
                 itemsize=shape.state_itemsize,
-                rule=ownership_rule(geometry, kda) if kda is not None else "",
+                rule=ownership_rule(geometry, kda, shape.state_axes) if kda is not None else "",
             ),
             _history_pool(shape, states, forms),
         ),
@@ -255,10 +261,10 @@ def _history_pool(shape: CacheShape, states: tuple[int, int], forms: PoolForms) 
     """Channels are ordered by head, so a part of them belongs to the heads of one device."""
     channels: tuple[int, ...] = (shape.channels,)
     axes: tuple[str, ...] = ("head*qkv",)
-    spec = P(None, "data", None, TENSOR)
+    spec = P(None, "data", None, shape.state_axes or None)
     if forms.columns:
         channels, axes = (shape.channels // LANES, LANES), ("head*qkv / 128", "lane")
-        spec = P(None, "data", None, TENSOR, None)
+        spec = P(*spec, None)
     return ArraySharding(
         name="conv",
         shape=(*states, shape.taps - 1, *channels),

@@ -26,6 +26,7 @@ def cache_shape(model: KimiLinearConfig, dtype: str) -> CacheShape:
         max_context=model.context_length,
         row_itemsize=itemsize,
         conv_itemsize=itemsize,
+        state_axes=model.kda_axes,
     )
 
 

@@ -23,7 +23,7 @@ from hybrid_kv import hashing
 from hybrid_kv.cache.lookup import SALTED, SKIP_READ
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load, load_config
-from hybrid_kv.models.config import KimiLinearConfig, experts_over
+from hybrid_kv.models.config import KimiLinearConfig, experts_over, kda_over
 from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.parameters import check_mesh
 from hybrid_kv.plan import StepPlan
@@ -110,6 +110,7 @@ class Engine:
         secret: bytes = b"",
         experts: str = "tensor",
         weights_cache: str | os.PathLike[str] | None = None,
+        kda: str = "tensor",
     ) -> Engine:
         """Load a Kimi Linear or K3 checkpoint folder (config.json and safetensors) onto a mesh.
 
@@ -121,11 +122,13 @@ class Engine:
         experts: routed experts are spread over the "tensor" group, each replica with its own, or over the whole "mesh".
         weights_cache: folder that keeps weights in their device form as they are loaded. A load that is cut short goes
         on from there, and a later one of the same checkpoint, mesh and dtype converts nothing.
+        kda: heads of KDA, with their weights and states, are split over the "tensor" group or over "model" alone, or
+        all are "replicated" on every device of the group: more memory, and nothing to sum after the mixer.
         Raises UserError for anything a user can put right.
         """
         sizes = MeshSpec.of(mesh) if isinstance(mesh, Mesh) else MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         folder = Path(path)
-        model = dataclasses.replace(load_config(folder), expert_axes=experts_over(experts))
+        model = dataclasses.replace(load_config(folder), expert_axes=experts_over(experts), kda_axes=kda_over(kda))
         if dtype not in ("float32", "bfloat16"):
             raise UserError("dtype", dtype, "use float32 or bfloat16")
         hashing.seed(secret=secret)  # refuses what cannot be one, before weights are loaded

@@ -12,6 +12,7 @@ from hybrid_kv.chipless.steps import Setting
 from hybrid_kv.chipless.work import ring, work_of
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import DATA, TENSOR
+from hybrid_kv.models.config import kda_over
 from hybrid_kv.sharding import MeshSpec
 
 LINEAR, K3 = model_of("kimi-linear-48b"), model_of("kimi-k3")
@@ -39,6 +40,22 @@ def test_bytes_on_the_wire_of_a_decode_step():
     queries = ring(64 * 8 * 576 * 2, 4) + ring(4 * 64 * 8 * 4, 4) + ring(64 * 8 * 512 * 2, 4)
     assert work.wire["mla"] == stream + queries
     assert work.sent == 20 * stream + 7 * (stream + queries) + stream + 26 * stream + stream
+
+
+@pytest.mark.parametrize(("kda", "devices"), [("model", 4), ("replicated", 1)])
+def test_kda_over_fewer_devices_sends_less_and_reads_and_holds_more(kda, devices):
+    """States of all rows, weights of 20 layers; what is sent is the sum over the devices that split the heads."""
+    whole = Setting(LINEAR, MeshSpec(model=4, dcp=4))
+    some = dataclasses.replace(whole, model=dataclasses.replace(LINEAR, kda_axes=kda_over(kda)))
+    work, usual = _work(some), _work(whole)
+    assert work.wire == usual.wire | {"kda": 2 * ring(64 * 2304 * 2, devices)}
+    assert work.states == usual.states * 16 / devices
+    assert work.macs > usual.macs
+    weights = 20 * (4 * 4096 * 2304 + 2 * 4096 * 128) * 2  # projections of q, k, v and output, second halves of gates
+    assert work.weights - usual.weights == pytest.approx(weights * (1 / devices - 1 / 16), rel=0.01)
+    rooms = (capacity(setting, setting.plan("tpu"), V6E.hbm) for setting in (some, whole))
+    more = 131_072 * 7 * 1152 / 4, 20 * 2_170_880
+    assert [room.request for room in rooms] == [more[0] + more[1] / devices, more[0] + more[1] / 16]
 
 
 def test_a_prefill_moves_the_context_and_not_the_queries():

@@ -22,6 +22,12 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-kimi-linear"
 CACHE_SPECS = Caches(P(None, None, DCP), P(None, None, TENSOR), P(None, None, None, TENSOR))
 
 
+def cache_specs(config: KimiLinearConfig) -> Caches:
+    """How the mesh splits the pools of a model in their plain form; `CACHE_SPECS` by default."""
+    heads = config.kda_axes or None
+    return CACHE_SPECS._replace(kda=P(None, None, heads), conv=P(None, None, None, heads))
+
+
 def mesh_of(model: int = 1, dcp: int = 1, data: int = 1) -> Mesh:
     devices = np.array(jax.devices()[: data * model * dcp]).reshape(data, model, dcp)
     return Mesh(devices, ("data", MODEL, DCP))
@@ -29,14 +35,14 @@ def mesh_of(model: int = 1, dcp: int = 1, data: int = 1) -> Mesh:
 
 @cache
 def compiled_step(config: KimiLinearConfig, mesh: Mesh, interleave: int, decode_only: bool, how: Execution = PLAIN):
-    specs = dict(partition_specs(config).parameters)
+    specs, pools = dict(partition_specs(config).parameters), cache_specs(config)
 
     @partial(jax.jit, donate_argnums=2)
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(specs, P(), CACHE_SPECS),
-        out_specs=(P(None, TENSOR), CACHE_SPECS),
+        in_specs=(specs, P(), pools),
+        out_specs=(P(None, TENSOR), pools),
         check_vma=False,
     )
     def step(params, batch, caches):
@@ -71,7 +77,7 @@ class Runner:
         )
         self.caches = Caches(
             *(jax.device_put(jnp.full(s, jnp.nan, jnp.float32), NamedSharding(self.mesh, p))
-              for s, p in zip(shapes, CACHE_SPECS, strict=True))
+              for s, p in zip(shapes, cache_specs(c), strict=True))
         )  # fmt: skip
         # Blocks handed out in a shuffled order: ids must not matter.
         ids = np.random.default_rng(0).permutation(self.rows * self.columns) + 1

@@ -129,6 +129,14 @@ def test_no_layers_and_repeated_layers_are_refused():
         group_layers([row(1), state(1)])
 
 
+def test_states_are_split_over_the_axes_they_name():
+    mesh = MeshSpec(model=2, dcp=4)
+    for axes, parts in ((("model", "dcp"), 8), (("model",), 2), ((), 1)):
+        assert state(0, heads=32, state_axes=axes).local_bytes(mesh) == state(0, heads=32).bytes // parts
+    with pytest.raises(UserError, match=r"state_axes: got \('data',\); use axes of"):
+        state(0, state_axes=("data",))
+
+
 def test_heads_that_the_mesh_does_not_divide_are_refused():
     with pytest.raises(UserError, match=r"mesh: got 'dcp=3'; it splits the 32 heads of layer 0 \(kda\) into 3 parts"):
         state(0, heads=32).local_bytes(MeshSpec(dcp=3))

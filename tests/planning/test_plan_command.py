@@ -30,6 +30,12 @@ def test_the_table_shows_the_inflated_block_and_its_waste(capsys):
     assert "unified, mesh 1x1: hash unit 64, schedule block 1,920" in text
 
 
+@pytest.mark.parametrize(("kda", "parts"), [("tensor", 8), ("model", 2), ("replicated", 1)])
+def test_states_take_what_their_split_leaves_on_a_device(capsys, kda, parts):
+    text = run(capsys, "--model", "kimi-linear", "--mesh", "model=2,dcp=4", "--kda", kda)
+    assert f"state takes {2_170_880 // parts:,} B, its row 1,152 B" in text
+
+
 # MiB of padding in a request of 131,072 tokens: smallest blocks, blocks of whole 64-token units (docs/08-planning.md).
 PADDING = {
     ("kimi-linear", "model=1"): (4.17, 5.78),

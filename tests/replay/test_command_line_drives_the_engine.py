@@ -46,6 +46,7 @@ class Made:
     dtype: str
     experts: str = "tensor"
     weights_cache: Path | None = None
+    kda: str = "tensor"
 
 
 @pytest.fixture
@@ -55,8 +56,8 @@ def made(toy_engine, monkeypatch) -> list[Made]:
 
     class Engine(toy_engine):
         @classmethod
-        def from_checkpoint(cls, path, mesh, cache, dtype, experts, weights_cache):
-            engines.append(Made(path, mesh, cache, dtype, experts, weights_cache))
+        def from_checkpoint(cls, path, mesh, cache, dtype, **placement):
+            engines.append(Made(path, mesh, cache, dtype, **placement))
             return cls(cache.prefix_caching)
 
         def generate(self, prompts, sampling):
@@ -98,10 +99,10 @@ def test_generate_prints_one_line_an_answer(made, checkpoint, tmp_path, capsys) 
 
 def test_flags_reach_the_engine_and_others_keep_their_defaults(made, checkpoint, capsys) -> None:
     flags = ["--mesh", "data=2,dcp=4", "--hash-unit", "32", "--ladder", "512,2048", "--dtype", "bfloat16"]
-    flags += ["--experts", "mesh", "--weights-cache", "kept"]
+    flags += ["--experts", "mesh", "--weights-cache", "kept", "--kda", "replicated"]
     assert cli.main(["generate", "--checkpoint", checkpoint, "--prompt-tokens", "7", *flags]) == 0
     options = CacheOptions(hash_unit=32, ladder=(512, 2048))
-    assert made == [Made(Path(checkpoint), "data=2,dcp=4", options, "bfloat16", "mesh", Path("kept"))]
+    assert made == [Made(Path(checkpoint), "data=2,dcp=4", options, "bfloat16", "mesh", Path("kept"), "replicated")]
 
 
 def test_replay_verifies_with_a_second_engine_without_the_cache(made, checkpoint, traces_dir, tmp_path) -> None:
