@@ -48,6 +48,7 @@ LIST_FLAGS = (
 SPREADS = {
     "experts": (("tensor", "mesh"), "devices that share experts"),
     "kda": (("tensor", "model", "replicated"), "devices that share KDA heads"),
+    "residual": (("replicated", "sequence"), "residual stream on a tensor group"),
 }
 
 
@@ -196,6 +197,7 @@ def describe_command(options: argparse.Namespace) -> int:
     _check_checkpoint(options.checkpoint)
     from hybrid_kv.models.checkpoint_io import load_config
     from hybrid_kv.models.config import experts_over, kda_over
+    from hybrid_kv.models.execution import Execution
     from hybrid_kv.models.parameters import check_mesh
     from hybrid_kv.planning import plan_cache
     from hybrid_kv.runtime.describe import cache_shape, describe
@@ -203,7 +205,9 @@ def describe_command(options: argparse.Namespace) -> int:
     model, mesh = load_config(options.checkpoint), MeshSpec.parse(options.mesh)
     model = dataclasses.replace(model, expert_axes=experts_over(options.experts), kda_axes=kda_over(options.kda))
     check_mesh(model, dataclasses.asdict(mesh))
-    print(describe(model, plan_cache(cache_shape(model, options.dtype), _cache_options(options), mesh), options.dtype))
+    multiple = Execution(residual=options.residual).token_multiple(mesh.tensor)
+    plan = plan_cache(cache_shape(model, options.dtype), _cache_options(options), mesh, token_multiple=multiple)
+    print(describe(model, plan, options.dtype))
     return 0
 
 
@@ -393,7 +397,7 @@ def _add_pod_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--state-slots", type=int, help="recurrent states of a replica; of all for fit (256)")
     _add_spread_flags(command, given=False)
     ways = ("reduce_scatter", "all_to_all")
-    command.add_argument("--exchange", choices=ways, help="of partial attentions (reduce_scatter)")
+    command.add_argument("--exchange", choices=ways, help="of partial attentions and split streams (reduce_scatter)")
     forms = ("plain", "packed", "native")
     command.add_argument("--expert-form", choices=forms, help="of experts on the device (as stored, where it can be)")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), help="(bfloat16)")

@@ -6,7 +6,8 @@
 For each model: random weights, four prompts of which three share prefixes, 24 greedy tokens each; expected is what one
 device answers without a cache. On every mesh of up to eight stand-in devices, answers are compared cold and warm (with
 the hits of the warm run), in chunks with a wide interleave, and without a cache; with several replicas, with experts
-over the tensor group and over the whole mesh. Cold and warm also with KDA over `model` alone and replicated.
+over the tensor group and over the whole mesh. Cold and warm also with KDA over `model` alone and replicated, each with
+the residual stream replicated and split by tokens.
 --model and --mesh may be repeated.
 About 20 seconds of one core a case. Exit code 1 if any answer differs.
 """
@@ -34,6 +35,8 @@ from hybrid_kv.sharding import MeshSpec
 MESHES = ("1x1", "model=2", "model=4", "model=8", "dcp=2", "dcp=4", "dcp=8", "model=2,dcp=2", "model=2,dcp=4",
           "model=4,dcp=2", "data=2,model=2,dcp=2")  # fmt: skip
 PLAIN = CacheOptions(max_context=256, max_requests=4, token_budget=128, token_buckets=(128,), hash_unit=16)
+# Spreads of KDA and of the residual stream besides the usual one.
+OTHERS = [(kda, residual) for residual in ("replicated", "sequence") for kda in ("tensor", "model", "replicated")][1:]
 GREEDY = SamplingParams(max_tokens=24, ignore_stop=True)
 
 
@@ -43,9 +46,11 @@ class Spread:
 
     experts: str = "tensor"
     kda: str = "tensor"
+    residual: str = "replicated"
 
     def __str__(self) -> str:
-        chosen = {name: value for name, value in dataclasses.asdict(self).items() if value != "tensor"}
+        usual = dataclasses.asdict(Spread())
+        chosen = {name: value for name, value in dataclasses.asdict(self).items() if value != usual[name]}
         return "".join(f", {name} {value}" for name, value in chosen.items())
 
 
@@ -71,7 +76,7 @@ class Case:
         how += "" if self.options.prefix_caching else ", no cache"
         how += str(self.spread)
         verdict = "equal" if self.right else "DIFFERENT"
-        return f"{self.model:17} {self.mesh:20} {how:50} {verdict}, warm hits {list(self.hits)}, {self.seconds:.0f} s"
+        return f"{self.model:17} {self.mesh:20} {how:70} {verdict}, warm hits {list(self.hits)}, {self.seconds:.0f} s"
 
 
 def prompts() -> list[list[int]]:
@@ -89,8 +94,8 @@ def variants(mesh: str) -> Iterator[tuple[Spread, CacheOptions]]:
     for experts in ("tensor", "mesh") if sizes.data > 1 else ("tensor",):
         for options in (PLAIN, chunks, dataclasses.replace(PLAIN, prefix_caching=False)):
             yield Spread(experts), options
-        for kda in ("model", "replicated") if sizes.tensor > 1 else ():
-            yield Spread(experts, kda), PLAIN
+        for kda, residual in OTHERS if sizes.tensor > 1 else ():
+            yield Spread(experts, kda, residual), PLAIN
 
 
 def run(folder: Path, model: str, mesh: str, spread: Spread, options: CacheOptions, expected: list[list[int]]) -> Case:

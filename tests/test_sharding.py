@@ -81,6 +81,18 @@ def test_pools_for_kernels_lie_in_whole_tiles(kernels):
         assert tiled.sharding[array.name].local_bytes(mesh) == array.local_bytes(mesh)
 
 
+def test_step_sizes_are_multiples_of_what_splits_their_tokens():
+    """Those that follow are rounded up, those that are given are not changed but refused."""
+
+    def buckets(multiple, **options):
+        return plan_cache(SHAPE, CacheOptions(**options), MeshSpec(dcp=8), None, multiple).buckets
+
+    assert buckets(8, token_budget=100) == (32, 104) and buckets(1, token_budget=100) == (25, 100)
+    assert buckets(8, token_budget=100, token_buckets=(16, 100)) == (16, 104)
+    with pytest.raises(UserError, match=r'token_buckets: got 20; with this mesh and residual="sequence" .* of 8'):
+        buckets(8, token_budget=100, token_buckets=(20,))
+
+
 def test_columns_of_histories_depend_on_how_states_are_split():
     """Three columns of 128 channels: they fit a device whole, and no half of the devices."""
     narrow = dataclasses.replace(WIDE, heads=8, key=16, value=16)

@@ -49,8 +49,9 @@ def fit_command(options: argparse.Namespace) -> int:
         records = [
             {
                 "mesh": str(c.setting.mesh), "expert_axes": c.setting.model.expert_axes,
-                "kda_axes": c.setting.model.kda_axes, "rows": c.setting.rows, "held": c.held, "over": c.over,
-                "decode_seconds": c.seconds, "limit": c.limit, "tokens_per_second": c.rate, "cached_tokens": c.tokens,
+                "kda_axes": c.setting.model.kda_axes, "residual": c.setting.residual, "rows": c.setting.rows,
+                "held": c.held, "over": c.over, "decode_seconds": c.seconds, "limit": c.limit,
+                "tokens_per_second": c.rate, "cached_tokens": c.tokens,
             }
             for c in found
         ]  # fmt: skip

@@ -16,15 +16,17 @@ from hybrid_kv.chipless.steps import Setting
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load_config
 from hybrid_kv.models.config import KimiLinearConfig, experts_over, kda_over
+from hybrid_kv.models.execution import RESIDUALS
 from hybrid_kv.models.published import NAMES, named
 from hybrid_kv.sharding import MeshSpec
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "exchange": ("reduce_scatter", "all_to_all"),
+    "residual": RESIDUALS,
     "expert_form": (None, "plain", "packed", "native"),
     "dtype": ("bfloat16", "float32"),
 }
-_TEXTS = ("model", "topology", "mesh", "experts", "kda", "exchange", "expert_form", "dtype")
+_TEXTS = ("model", "topology", "mesh", "experts", "kda", "exchange", "residual", "expert_form", "dtype")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Slice:
       model: one of `models.published.NAMES`, or a folder with a config.json.
       topology: as `pods.pod` takes it.
       mesh: as `MeshSpec.parse` takes it; sizes below are of one of its replicas.
-      batch, context, tokens, drafts, rows_per_rank, state_slots, dtype, exchange: see `steps.Setting`.
+      batch, context, tokens, drafts, rows_per_rank, state_slots, dtype, exchange, residual: see `steps.Setting`.
       experts: spread over the "tensor" group or the whole "mesh".
       kda: heads split over the "tensor" group or "model" alone, or "replicated".
       expert_form: None for as they are stored, where the chip has a kernel for it.
@@ -53,6 +55,7 @@ class Slice:
     experts: str = "tensor"
     kda: str = "tensor"
     exchange: str = "reduce_scatter"
+    residual: str = "replicated"
     expert_form: str | None = None
     dtype: str = "bfloat16"
 
@@ -88,6 +91,7 @@ class Slice:
             slots=self.state_slots,
             dtype=self.dtype,
             exchange=self.exchange,
+            residual=self.residual,
         )
 
 

@@ -45,7 +45,7 @@ class Setting:
       rows_per_rank: MLA rows of a block on one rank.
       slots: recurrent states of a replica besides the null one.
       blocks: MLA blocks of a replica besides the null one; None for every row filled to the context.
-      workspace, exchange: see `models.execution.Execution`.
+      workspace, exchange, residual: see `models.execution.Execution`.
     """
 
     model: KimiLinearConfig
@@ -60,6 +60,11 @@ class Setting:
     dtype: str = "bfloat16"
     workspace: int = 8192
     exchange: str = "reduce_scatter"
+    residual: str = "replicated"
+
+    def split(self, tokens: int) -> bool:
+        """Whether a step of so many tokens runs with the residual stream split by tokens, see `Execution.suited`."""
+        return self.residual == "sequence" and tokens % self.mesh.tensor == 0
 
     def plan(self, kernels: str) -> CachePlan:
         """The cache of a replica on this mesh.
@@ -68,6 +73,9 @@ class Setting:
           UserError: what cannot work, naming the field.
         """
         check_mesh(self.model, {axis: getattr(self.mesh, axis) for axis in AXES})
+        Execution(residual=self.residual)  # refuses what there is not
+        if self.residual == "sequence" and not self.split(self.tokens):
+            raise UserError("tokens", self.tokens, f"use a multiple of model * dcp = {self.mesh.tensor} devices")
         options = CacheOptions(
             max_requests=self.rows, max_context=self.context, token_budget=max(self.tokens, self.rows),
             rows_per_rank=self.rows_per_rank, hash_unit=self.rows_per_rank, state_slots=self.slots,
@@ -164,7 +172,9 @@ def lower_step(setting: Setting, mesh: Mesh, kernels: str, kind: str) -> Any:
         param_specs=tuple((name, entry.spec) for name, entry in table.items()),
         cache_specs=tuple(plan.sharding[name].spec for name in Caches._fields),
         interleave=plan.config.geometry.groups[plan.config.geometry.attention[0]].interleave,
-        how=Execution(kernels=kernels, workspace=setting.workspace, exchange=setting.exchange),
+        how=Execution(
+            kernels=kernels, workspace=setting.workspace, exchange=setting.exchange, residual=setting.residual
+        ),
     )
     params = {
         name: jax.ShapeDtypeStruct(entry.shape, entry.dtype or dtype, sharding=NamedSharding(mesh, entry.spec))

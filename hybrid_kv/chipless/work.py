@@ -73,7 +73,7 @@ def work_of(setting: Setting, kind: str, plan: CachePlan) -> Work:
         states=passes * active * state,
         rows=cached * row,
         macs=_macs(setting, kind, tokens),
-        wire=_wire(setting, tokens, itemsize, cached),
+        wire=_wire(setting, kind, tokens, itemsize, cached),
         layers=layers,
     )
 
@@ -97,16 +97,26 @@ def _weight_bytes(setting: Setting, plan: CachePlan, tokens: int) -> float:
     return total
 
 
+def _wanted(setting: Setting, kind: str, tokens: int) -> int:
+    """Tokens whose logits are wanted."""
+    return tokens if kind != "prefill" else setting.rows
+
+
 def _macs(setting: Setting, kind: str, tokens: int) -> float:
-    """Of one device: products with weights it holds, and attention of its heads."""
+    """Of one device: products with weights it holds, and attention of its heads.
+
+    Behind replicated heads of KDA it takes the tokens of the stream that it holds.
+    """
     model, mesh = setting.model, setting.mesh
     heads, kda_heads = model.mla_heads / mesh.tensor, model.kda_heads / mesh.over(model.kda_axes)
-    wanted = tokens if kind != "prefill" else setting.rows
+    wanted = _wanted(setting, kind, tokens)
     total = 0.0
     for name, entry in inventory(model).items():
         size = math.prod(entry.shape) / _parts(mesh, entry.spec)
         if name == "embed" or name.startswith(("moe.expert_", "kda.conv")) or len(entry.shape) < 2:
             continue
+        if name in _BEHIND_KDA and setting.split(tokens) and not model.kda_axes:
+            size /= mesh.tensor
         total += size * (wanted if name == "head" else tokens)
     width = model.routed_width or model.hidden_size
     together = setting.mesh.data if DATA in model.expert_axes else 1
@@ -123,16 +133,33 @@ def _macs(setting: Setting, kind: str, tokens: int) -> float:
     return total + attention * heads * len(model.mla_layers)
 
 
+# Output gate and projection of KDA.
+_BEHIND_KDA = ("kda.g", "kda.g_a", "kda.g_b", "kda.out")
+
+
 def _parts(mesh: MeshSpec, spec: PartitionSpec) -> int:
     """Into how many parts a spec splits an array."""
     names = [name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)]
     return mesh.over(names)
 
 
-def _wire(setting: Setting, tokens: int, itemsize: int, cached: int) -> dict[str, float]:
-    """Bytes a device sends for a layer of each kind. A prefill gathers the context, decoding the queries."""
+def _kda_stream(setting: Setting, hidden: float, tokens: int) -> float:
+    """Bytes a device sends for the input and output of a KDA layer, of `hidden` bytes; equal copies are not summed."""
+    mesh, axes = setting.mesh, setting.model.kda_axes
+    summing = mesh.over(axes)
+    if not setting.split(tokens):
+        return 2 * ring(hidden, summing)
+    return ring(hidden, mesh.tensor) + ring(hidden * summing / mesh.tensor, summing)
+
+
+def _wire(setting: Setting, kind: str, tokens: int, itemsize: int, cached: int) -> dict[str, float]:
+    """Bytes a device sends for a layer of each kind. A prefill gathers the context, decoding the queries.
+
+    With the stream replicated a layer sums its output for all. Split by tokens, its input is gathered and its output
+    scattered, as many bytes; in the end the wanted rows are gathered.
+    """
     model, mesh = setting.model, setting.mesh
-    tensor, dcp = mesh.tensor, mesh.dcp
+    tensor, dcp, wanted = mesh.tensor, mesh.dcp, _wanted(setting, kind, tokens)
     hidden = tokens * model.hidden_size * itemsize
     stream = 2 * ring(hidden, tensor)
     heads = model.mla_heads / mesh.model
@@ -143,12 +170,14 @@ def _wire(setting: Setting, tokens: int, itemsize: int, cached: int) -> dict[str
     )
     context = ring(cached * model.cache_width * itemsize, dcp)
     wire = {
-        "kda": 2 * ring(hidden, mesh.over(model.kda_axes)),
+        "kda": _kda_stream(setting, hidden, tokens),
         "mla": stream + min(queries, context),
         "dense": stream,
         "moe": stream,
         "model": stream,
     }
+    if setting.split(tokens):
+        wire["model"] = ring(hidden, tensor) + ring(wanted * model.hidden_size * itemsize, tensor)
     if model.routed_width:
         # In: columns of the latent are gathered. Out: its sum over the experts is scattered, then lifted.
         wire["moe"] += 2 * ring(tokens * model.routed_width * itemsize, tensor)

@@ -1,6 +1,12 @@
 """How a model runs: which kernels, and in which form. Static; what it computes does not depend on it."""
 
+import dataclasses
 from dataclasses import dataclass
+
+from hybrid_kv.errors import UserError
+from hybrid_kv.models.stream import BySequence, Replicated
+
+RESIDUALS = ("replicated", "sequence")
 
 
 @dataclass(frozen=True)
@@ -12,12 +18,35 @@ class Execution:
         those of the platform for what they fit.
       workspace: rows of the context expanded at a time where the expanded form of latent attention pays; None attends
         in absorbed form alone, whose bits do not depend on how a prompt is cut into steps.
-      exchange: collectives of decode context parallelism, "reduce_scatter" or "all_to_all".
+      exchange: collectives of decode context parallelism and of a stream split by tokens, "reduce_scatter" or
+        "all_to_all".
+      residual: the residual stream is "replicated" over the tensor group, or split by tokens ("sequence").
+
+    Raises:
+      UserError: another residual.
     """
 
     kernels: str | None = None
     workspace: int | None = None
     exchange: str = "reduce_scatter"
+    residual: str = "replicated"
+
+    def __post_init__(self) -> None:
+        if self.residual not in RESIDUALS:
+            raise UserError("residual", self.residual, f"use one of {', '.join(RESIDUALS)}")
+
+    @property
+    def stream(self) -> Replicated:
+        """How the residual stream lies on the tensor group."""
+        return BySequence(self.exchange) if self.residual == "sequence" else Replicated()
+
+    def token_multiple(self, ranks: int) -> int:
+        """Of what the tokens of a step have to be a multiple on a tensor group of `ranks`."""
+        return ranks if self.residual == "sequence" else 1
+
+    def suited(self, tokens: int, ranks: int) -> "Execution":
+        """For a step of so many tokens on a tensor group of `ranks`: where they do not divide, the stream is whole."""
+        return dataclasses.replace(self, residual="replicated") if tokens % self.token_multiple(ranks) else self
 
 
 PLAIN = Execution()

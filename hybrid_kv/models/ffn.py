@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybrid_kv.models.axes import DATA, TENSOR, tensor_columns, tensor_sum
+from hybrid_kv.models.axes import DATA, TENSOR, tensor_columns
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
 from hybrid_kv.models.linear import project
@@ -29,14 +29,15 @@ def gated(x: Float[Array, "T D"], gate: Array, up: Array, down: Array, act: Acti
 class DenseFfn(nnx.Module):
     """Gated feed-forward; weights [F, D], [F, D], [D, F] with F split over the tensor group."""
 
-    def __init__(self, config: KimiLinearConfig, params: dict[str, Array]) -> None:
-        self.config = config
+    def __init__(self, config: KimiLinearConfig, params: dict[str, Array], how: Execution = PLAIN) -> None:
+        self.config, self.stream = config, how.stream
         self.gate = nnx.Param(params["gate"])
         self.up = nnx.Param(params["up"])
         self.down = nnx.Param(params["down"])
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return tensor_sum(gated(x, self.gate[...], self.up[...], self.down[...], activation_of(self.config)))
+        x = self.stream.gather(x)
+        return self.stream.reduce(gated(x, self.gate[...], self.up[...], self.down[...], activation_of(self.config)))
 
 
 def expert_weights(config: KimiLinearConfig, params: Mapping[str, Array]) -> ExpertWeights | PackedExperts:
@@ -65,7 +66,7 @@ class MoeFfn(nnx.Module):
     """
 
     def __init__(self, config: KimiLinearConfig, params: dict[str, Array], how: Execution = PLAIN) -> None:
-        self.config, self.kernels = config, how.kernels
+        self.config, self.kernels, self.stream = config, how.kernels, how.stream
         self.router = nnx.Param(params["router"])
         self.bias = nnx.Param(params["bias"])
         self.shared_gate = nnx.Param(params["shared_gate"])
@@ -78,13 +79,13 @@ class MoeFfn(nnx.Module):
                 self.latent_norm = nnx.Param(params["latent_norm"])
 
     def __call__(
-        self, x: Float[Array, "T D"], experts: ExpertWeights | PackedExperts, layer: Int32[Array, ""]
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T"]]:
-        """Output, and how far each token was from choosing another expert (`selection_margin`).
+        self, x: Float[Array, "held D"], experts: ExpertWeights | PackedExperts, layer: Int32[Array, ""]
+    ) -> tuple[Float[Array, "held D"], Float[Array, "T"]]:
+        """Output, and how far each token of the step was from choosing another expert (`selection_margin`).
 
         experts: of all layers; layer: of them.
         """
-        config = self.config
+        config, x = self.config, self.stream.gather(x)
         router = self.router[...].astype(jnp.float32)
         logits = project(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         ids, weights = route(
@@ -98,10 +99,10 @@ class MoeFfn(nnx.Module):
         )  # fmt: skip
         shared = gated(x, self.shared_gate[...], self.shared_up[...], self.shared_down[...], activation_of(config))
         if not config.routed_width:
-            return tensor_sum(self._routed(x, ids, weights, experts, layer) + shared), margin
+            return self.stream.reduce(self._routed(x, ids, weights, experts, layer) + shared), margin
         latent = jax.lax.all_gather(project(x, self.latent_down[...]), TENSOR, axis=1, tiled=True)
         routed = self._routed(latent, ids, weights, experts, layer)
-        return tensor_sum(self._lifted(routed) + shared), margin
+        return self.stream.reduce(self._lifted(routed) + shared), margin
 
     def _routed(
         self,

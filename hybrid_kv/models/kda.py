@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybrid_kv.models.axes import tensor_sum
 from hybrid_kv.models.batch import ModelBatch, RecurrentInputs
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
@@ -55,7 +54,7 @@ class KdaMixer(nnx.Module):
     """See the module. Weights are [out, in]; `qkv` packs the outputs as (head, {q, k, v}, channel)."""
 
     def __init__(self, config: KimiLinearConfig, params: dict[str, Array], how: Execution = PLAIN) -> None:
-        self.config, self.kernels = config, how.kernels
+        self.config, self.kernels, self.stream = config, how.kernels, how.stream
         self.qkv = nnx.Param(params["qkv"])
         self.conv = nnx.Param(params["conv"])
         self.f_a = nnx.Param(params["f_a"])
@@ -82,6 +81,7 @@ class KdaMixer(nnx.Module):
         decode_only: bool,
     ) -> tuple[Float[Array, "T D"], Float[Array, "layers S H K V"], Float[Array, "layers S W1 *channels"]]:
         """Mixer output, recurrent pool, convolution pool."""
+        x = self.stream.gather(x)
         rows, slots = batch.rows, batch.recurrent
         mixed, conv_states = self._convolved(project(x, self.qkv[...]), conv_states, layer, rows, slots)
         token = self._token(x, mixed)
@@ -109,6 +109,7 @@ class KdaMixer(nnx.Module):
         most: int,
     ) -> tuple[Float[Array, "T D"], Pending]:
         """Mixer output of rows of at most `most` tokens, and what `commit` needs; the pools are only read."""
+        x = self.stream.gather(x)
         rows, slots = batch.rows, batch.recurrent
         inputs = project(x, self.qkv[...])
         reading = slots._replace(write=jnp.zeros_like(slots.write), emit_slot=jnp.zeros_like(slots.emit_slot))
@@ -179,10 +180,14 @@ class KdaMixer(nnx.Module):
         dt_bias = self.dt_bias[...].reshape(q.shape[1:])
         return q, k, v, raw_gate, project(x, self.beta[...]), self.a_log[...], dt_bias
 
-    def _projected(self, x: Float[Array, "T D"], o: Float[Array, "T H V"]) -> Float[Array, "T D"]:
-        """Output gate, norm and output projection."""
+    def _projected(self, x: Float[Array, "T D"], o: Float[Array, "T H V"]) -> Float[Array, "held D"]:
+        """Output gate, norm and output projection, of the tokens of the stream that this rank holds."""
+        axes = self.config.kda_axes
+        if not axes:  # nothing to sum: of what is equal on all ranks only these tokens go on
+            x, o = self.stream.own(x), self.stream.own(o)
         y = gated_rms_norm(o, self._output_gate(x).reshape(o.shape), self.o_norm[...], self.config.rms_norm_eps)
-        return tensor_sum(project(y.astype(x.dtype).reshape(x.shape[0], -1), self.out[...]), self.config.kda_axes)
+        y = project(y.astype(x.dtype).reshape(x.shape[0], -1), self.out[...])
+        return self.stream.reduce(y, axes) if axes else y
 
     def _output_gate(self, x: Float[Array, "T D"]) -> Float[Array, "T HK"]:
         if self.config.full_rank_gate:

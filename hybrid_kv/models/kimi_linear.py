@@ -2,7 +2,7 @@
 
 The forward pass runs inside one `shard_map` over mesh axes ("data", "model", "dcp") with
 `check_vma=False`: modules see local shards and call collectives themselves. The residual stream is
-replicated over the tensor group ("model", "dcp").
+replicated over the tensor group ("model", "dcp"), or split over it by tokens (`stream`).
 
     h = embed[token]
     h += mixer(RMSNorm(h))        h += ffn(RMSNorm(h))        for each layer
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from hybrid_kv.models.axes import tensor_rank, tensor_sum
+from hybrid_kv.models.axes import tensor_rank
 from hybrid_kv.models.batch import Caches, ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
@@ -68,7 +68,7 @@ class KimiLinear(nnx.Module):
         def group(name: str) -> dict[str, Array]:
             return {path.split(".")[1]: x for path, x in params.items() if path.startswith(name + ".")}
 
-        self.config, self.kernels = config, how.kernels
+        self.config, self.kernels, self.layout = config, how.kernels, how.stream
         self.embed = nnx.Param(params["embed"])
         self.mixer_norm = nnx.Param(params["mixer_norm"])
         self.ffn_norm = nnx.Param(params["ffn_norm"])
@@ -80,7 +80,7 @@ class KimiLinear(nnx.Module):
         if config.mla_layers:
             self.mla = MlaMixer(config, group("mla"), how)
         if config.dense_layers:
-            self.dense = DenseFfn(config, group("dense"))
+            self.dense = DenseFfn(config, group("dense"), how)
         if config.moe_layers:
             self.moe = MoeFfn(config, group("moe"), how)
             self.experts = nnx.data(expert_weights(config, group("moe")))
@@ -150,15 +150,18 @@ class KimiLinear(nnx.Module):
         return Pending(records, jnp.zeros((layers, batch.tokens.shape[0], 3 * heads * width), dtype))
 
     def _logits(self, stream: Stream, wanted: Int32[Array, "Q"]) -> Float[Array, "Q local"]:
-        h = self.residual.before_head(Stream(stream.total[wanted], stream.bank[:, wanted]))
-        return project(self.norm(h), self.head[...]).astype(jnp.float32)
+        def read(at: Int32[Array, "Q"]) -> Float[Array, "Q D"]:
+            return self.norm(self.residual.before_head(Stream(stream.total[at], stream.bank[:, at])))
 
-    def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
+        h = self.layout.pick(read, wanted, stream.total.shape[0])
+        return project(h, self.head[...]).astype(jnp.float32)
+
+    def _embed(self, tokens: Int32[Array, "T"]) -> Float[Array, "held D"]:
         """Rows of the vocabulary-split table; an id outside the vocabulary gives zeros."""
         table = self.embed[...]
         local = tokens - tensor_rank() * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
-        return tensor_sum(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
+        return self.layout.reduce(jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0))
 
     def _layers(
         self, batch: ModelBatch, caches: Caches, most: int | None, interleave: int, pending: Pending | None
@@ -225,5 +228,5 @@ class KimiLinear(nnx.Module):
             return self.residual.after_ffn(stream, y), margin, Caches(mla_pool, kda_pool, conv_pool), pending
 
         stream = self.residual.start(self._embed(batch.tokens))
-        start = (stream, jnp.full(stream.total.shape[0], jnp.inf, jnp.float32), caches, pending)
+        start = (stream, jnp.full(batch.tokens.shape[0], jnp.inf, jnp.float32), caches, pending)
         return jax.lax.fori_loop(0, config.layers, layer, start)

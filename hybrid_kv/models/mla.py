@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybrid_kv.models.axes import DCP, tensor_sum
+from hybrid_kv.models.axes import DCP
 from hybrid_kv.models.batch import ModelBatch
 from hybrid_kv.models.config import KimiLinearConfig
 from hybrid_kv.models.execution import PLAIN, Execution
@@ -34,6 +34,7 @@ class MlaMixer(nnx.Module):
 
     def __init__(self, config: KimiLinearConfig, params: dict[str, Array], how: Execution = PLAIN) -> None:
         self.config, self.kernels, self.workspace, self.exchange = config, how.kernels, how.workspace, how.exchange
+        self.stream = how.stream
         if config.query_rank:
             self.q_a = nnx.Param(params["q_a"])
             self.q_a_norm = nnx.Param(params["q_a_norm"])
@@ -72,7 +73,7 @@ class MlaMixer(nnx.Module):
         interleave: int,
     ) -> tuple[Float[Array, "T D"], Float[Array, "layers B *page"]]:
         """Mixer output and the latent pool with this step's rows, of at most `most` tokens each (None: any)."""
-        config = self.config
+        config, x = self.config, self.stream.gather(x)
         kv_b = self.kv_b[...].reshape(-1, config.nope_width + config.value_width, config.latent_width)
         q = self.queries(x).reshape(x.shape[0], kv_b.shape[0], config.nope_width + config.rope_width)
         where = Stripe(layer, jax.lax.axis_size(DCP), jax.lax.axis_index(DCP), interleave)
@@ -91,7 +92,7 @@ class MlaMixer(nnx.Module):
         if config.mla_output_gate:
             gate = jax.nn.sigmoid(project(x, self.gate[...]).astype(jnp.float32))
             o = (o.astype(jnp.float32) * gate).astype(x.dtype)
-        return tensor_sum(project(o, self.out[...])), cache
+        return self.stream.reduce(project(o, self.out[...])), cache
 
     def _absorbed(
         self,

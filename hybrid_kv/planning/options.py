@@ -144,11 +144,14 @@ class CachePlan:
         return "\n".join([geometry.table(), "", self.sharding.table(), "", *pools, steps, total])
 
 
-def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec, kernels: str | None = None) -> CachePlan:
+def plan_cache(
+    shape: CacheShape, options: CacheOptions, mesh: MeshSpec, kernels: str | None = None, token_multiple: int = 1
+) -> CachePlan:
     """Derive groups, pools and the sharding map; refuses what cannot work, naming the field.
 
     kernels: "tpu" or "gpu" for pools in the form that those kernels take; see `forms`. Sizes are of one replica; the
-    pools of the replicas on a mesh lie one behind the other on the axis of blocks and slots.
+    pools of the replicas on a mesh lie one behind the other on the axis of blocks and slots. token_multiple: of which
+    step sizes besides the decode step have to be multiples; those that were not given are rounded up to one.
     """
     geometry = _geometry(shape, options, mesh.dcp)
     context = options.max_context or min(shape.max_context, _DEFAULT_CONTEXT)
@@ -181,14 +184,24 @@ def plan_cache(shape: CacheShape, options: CacheOptions, mesh: MeshSpec, kernels
         ),
         prefix_caching=options.prefix_caching,
     )
-    chosen = options.token_buckets or (max(budget // 4, 1), budget)
-    buckets = tuple(sorted({bucket for bucket in chosen if bucket < budget} | {budget}))
+    buckets = _buckets(options, token_multiple)
     forms = forms_for(
         kernels, latent=shape.latent, position=shape.position, channels=shape.channels,
         parts=mesh.over(shape.state_axes),
         rows_per_rank=geometry.groups[geometry.attention[0]].block // mesh.dcp if geometry.attention else 0,
     )  # fmt: skip
     return CachePlan(config, mesh, _sharding(shape, config, mesh, forms), buckets, forms)
+
+
+def _buckets(options: CacheOptions, multiple: int) -> tuple[int, ...]:
+    """Step sizes besides the decode step; the last one holds the budget."""
+    budget = options.token_budget
+    for bucket in options.token_buckets or ():
+        if bucket < budget and bucket % multiple:
+            fix = f'with this mesh and residual="sequence" it must be a multiple of {multiple}'
+            raise UserError("token_buckets", bucket, fix)
+    chosen = options.token_buckets or (max(budget // 4, 1),)
+    return tuple(sorted({-(-size // multiple) * multiple for size in (*chosen, budget) if size <= budget}))
 
 
 def _ladder(options: CacheOptions) -> tuple[int, ...]:

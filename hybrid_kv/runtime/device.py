@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -87,7 +88,7 @@ def compiled_step(layout: StepLayout, packing: Packing, decode_only: bool, all_l
 
     def local(params, caches: Caches, flat):
         inputs, caches = _begun(layout, caches, flat[:-rows], packing)
-        model = KimiLinear(layout.model, params, layout.how)
+        model = _model(layout, params, len(inputs.batch.tokens))
         logits, margins, caches = model.with_margins(
             inputs.batch, caches, decode_only=decode_only, interleave=layout.interleave
         )
@@ -111,7 +112,7 @@ def compiled_verify(layout: StepLayout, packing: Packing, most: int) -> Any:
     def local(params, caches: Caches, flat):
         inputs, caches = _begun(layout, caches, flat, packing)
         batch = inputs.batch
-        model = KimiLinear(layout.model, params, layout.how)
+        model = _model(layout, params, len(batch.tokens))
         logits, caches, pending = model.verify(batch, caches, most=most, interleave=layout.interleave)
         with jax.named_scope("sample"):
             drawn = sample(logits, of_tokens(inputs.sampling, batch.rows, len(batch.tokens)))
@@ -119,6 +120,12 @@ def compiled_verify(layout: StepLayout, packing: Packing, most: int) -> Any:
         return drawn, accepted, model.commit(batch, caches, pending, accepted)
 
     return _jitted(layout, local, (P(DATA), P(DATA)))
+
+
+def _model(layout: StepLayout, params: Mapping[str, jax.Array], tokens: int) -> KimiLinear:
+    """The model as it runs a step of so many tokens."""
+    ranks = math.prod(layout.mesh.shape[axis] for axis in TENSOR)
+    return KimiLinear(layout.model, params, layout.how.suited(tokens, ranks))
 
 
 def _begun(layout: StepLayout, caches: Caches, flat: jax.Array, packing: Packing) -> tuple[StepInputs, Caches]:

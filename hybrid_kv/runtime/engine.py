@@ -24,7 +24,7 @@ from hybrid_kv.cache.lookup import SALTED, SKIP_READ
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load, load_config
 from hybrid_kv.models.config import KimiLinearConfig, experts_over, kda_over
-from hybrid_kv.models.execution import PLAIN, Execution
+from hybrid_kv.models.execution import Execution
 from hybrid_kv.models.parameters import check_mesh
 from hybrid_kv.plan import StepPlan
 from hybrid_kv.planning import CacheOptions, CachePlan, plan_cache
@@ -65,9 +65,9 @@ class EngineStats:
     replicas: tuple[ReplicaStats, ...]
 
 
-def _execution() -> Execution:
+def _execution(residual: str) -> Execution:
     """On an accelerator prompts are attended to in expanded form; on CPU bits do not depend on the cut into steps."""
-    return Execution(workspace=_WORKSPACE) if jax.default_backend() in KERNELS else PLAIN
+    return Execution(workspace=_WORKSPACE if jax.default_backend() in KERNELS else None, residual=residual)
 
 
 class Engine:
@@ -81,6 +81,7 @@ class Engine:
         mesh: Mesh,
         dtype: str,
         secret: bytes = b"",
+        residual: str = "replicated",
     ) -> None:
         config = plan.config
         self._secret = secret
@@ -91,7 +92,7 @@ class Engine:
         self._replicas = [Replica(config) for _ in range(plan.mesh.data)]
         self._router = Router(config, plan.mesh.data)
         interleave = config.geometry.groups[config.geometry.attention[0]].interleave if config.geometry.attention else 1
-        self._device = DeviceStep(model, params, mesh, plan.sharding, dtypes, interleave, _execution())
+        self._device = DeviceStep(model, params, mesh, plan.sharding, dtypes, interleave, _execution(residual))
         self._queue: collections.deque[Request] = collections.deque()
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -111,6 +112,7 @@ class Engine:
         experts: str = "tensor",
         weights_cache: str | os.PathLike[str] | None = None,
         kda: str = "tensor",
+        residual: str = "replicated",
     ) -> Engine:
         """Load a Kimi Linear or K3 checkpoint folder (config.json and safetensors) onto a mesh.
 
@@ -124,6 +126,9 @@ class Engine:
         on from there, and a later one of the same checkpoint, mesh and dtype converts nothing.
         kda: heads of KDA, with their weights and states, are split over the "tensor" group or over "model" alone, or
         all are "replicated" on every device of the group: more memory, and nothing to sum after the mixer.
+        residual: the residual stream is "replicated" over the tensor group, or split over it by tokens ("sequence"), so
+        that norms and attention residual take a part of the work and memory. Step sizes are rounded up to what the
+        group divides; decode steps that it does not divide run with the stream replicated.
         Raises UserError for anything a user can put right.
         """
         sizes = MeshSpec.of(mesh) if isinstance(mesh, Mesh) else MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
@@ -131,13 +136,15 @@ class Engine:
         model = dataclasses.replace(load_config(folder), expert_axes=experts_over(experts), kda_axes=kda_over(kda))
         if dtype not in ("float32", "bfloat16"):
             raise UserError("dtype", dtype, "use float32 or bfloat16")
-        hashing.seed(secret=secret)  # refuses what cannot be one, before weights are loaded
+        # Refuse what cannot be one, before weights are loaded.
+        hashing.seed(secret=secret)
+        multiple = _execution(residual).token_multiple(sizes.tensor)
         check_mesh(model, {axis: getattr(sizes, axis) for axis in AXES})
         kernels = jax.default_backend() if jax.default_backend() in KERNELS else None
-        plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes, kernels)
+        plan = plan_cache(cache_shape(model, dtype), cache or CacheOptions(), sizes, kernels, multiple)
         built = mesh if isinstance(mesh, Mesh) else sizes.build()
         params = load(folder, model, built, jnp.dtype(dtype), cache=weights_cache)
-        return cls(model, params, plan, built, dtype, secret)
+        return cls(model, params, plan, built, dtype, secret, residual)
 
     # Requests
 

@@ -8,7 +8,7 @@ from hybrid_kv.chipless.fit import fit, fit_table
 from hybrid_kv.chipless.pod_report import capacity
 from hybrid_kv.chipless.pods import DEVICES, pod
 from hybrid_kv.chipless.slices import model_of
-from hybrid_kv.chipless.steps import Setting
+from hybrid_kv.chipless.steps import KINDS, Setting
 from hybrid_kv.chipless.work import ring, work_of
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import DATA, TENSOR
@@ -58,6 +58,27 @@ def test_kda_over_fewer_devices_sends_less_and_reads_and_holds_more(kda, devices
     assert [room.request for room in rooms] == [more[0] + more[1] / devices, more[0] + more[1] / 16]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kda", "sent"), [("tensor", 30 / 16), ("model", (15 + 3) / 16), ("replicated", 15 / 16)])
+def test_a_stream_split_by_tokens_sends_as_much_as_one_that_is_summed_for_all(kind, kda, sent):
+    """Input gathered and output scattered; behind equal copies of KDA heads ranks keep their own tokens, unsent."""
+    model = dataclasses.replace(LINEAR, kda_axes=kda_over(kda))
+    summed = Setting(model, MeshSpec(model=4, dcp=4))
+    split = dataclasses.replace(summed, residual="sequence")
+    tokens = {"decode": 64, "verify": 256, "prefill": 8192}[kind]
+    usual, work = _work(summed, kind), _work(split, kind)
+    once = ring(tokens * 2304 * 2, 16) + ring((64 if kind == "prefill" else tokens) * 2304 * 2, 16)
+    assert work.wire == usual.wire | {"kda": pytest.approx(sent * tokens * 2304 * 2), "model": once}
+    behind = 20 * (4096 * 2304 + 4096 * 128 + 128 * 2304) if kda == "replicated" else 0
+    assert usual.macs - work.macs == pytest.approx(tokens * behind * 15 / 16)
+    assert (work.weights, work.states, work.rows) == (usual.weights, usual.states, usual.rows)
+
+
+def test_a_decode_step_that_does_not_divide_over_the_group_is_summed_for_all():
+    few = Setting(LINEAR, MeshSpec(model=4, dcp=4), rows=8)
+    assert _work(dataclasses.replace(few, residual="sequence")) == _work(few)
+
+
 def test_a_prefill_moves_the_context_and_not_the_queries():
     work = _work(Setting(LINEAR, MeshSpec(model=4, dcp=4), tokens=8192), "prefill")
     assert work.wire["mla"] == 2 * ring(8192 * 2304 * 2, 16) + ring(8192 * 576 * 2, 4)
@@ -92,6 +113,8 @@ def test_k3_needs_experts_over_the_whole_mesh_where_heads_do_not_divide_it():
 @pytest.mark.parametrize(("change", "words"), [
     ({"mesh": MeshSpec(model=3)}, "multiple of model [*] dcp = 3"),
     ({"rows_per_rank": 65}, "rows_per_rank: got 65; kernels take pages of a multiple of 16 rows"),
+    ({"residual": "sequence", "tokens": 8190}, "tokens: got 8190; use a multiple of model [*] dcp = 8 devices"),
+    ({"residual": "stream"}, "residual: got 'stream'; use one of replicated, sequence"),
     ({"context": 2_000_000}, "max_context: got 2000000"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused_before_anything_is_compiled(change, words):

@@ -72,6 +72,7 @@ def test_mistakes_in_a_file_are_named(tmp_path, text, words):
     ({"dtype": "float8"}, "dtype: got 'float8'; use one of bfloat16, float32"),
     ({"expert_form": "zip"}, "expert_form: got 'zip'; use one of plain, packed, native"),
     ({"experts": "some"}, "experts: got 'some'"),
+    ({"residual": "stream"}, "residual: got 'stream'; use one of replicated, sequence"),
     ({"kda": "dcp"}, "kda: got 'dcp'; use one of tensor, model, replicated"),
     ({"model": "kimi-9"}, "model: got 'kimi-9'"),
 ])  # fmt: skip

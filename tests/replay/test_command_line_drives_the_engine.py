@@ -47,6 +47,7 @@ class Made:
     experts: str = "tensor"
     weights_cache: Path | None = None
     kda: str = "tensor"
+    residual: str = "replicated"
 
 
 @pytest.fixture
@@ -99,10 +100,11 @@ def test_generate_prints_one_line_an_answer(made, checkpoint, tmp_path, capsys) 
 
 def test_flags_reach_the_engine_and_others_keep_their_defaults(made, checkpoint, capsys) -> None:
     flags = ["--mesh", "data=2,dcp=4", "--hash-unit", "32", "--ladder", "512,2048", "--dtype", "bfloat16"]
-    flags += ["--experts", "mesh", "--weights-cache", "kept", "--kda", "replicated"]
+    flags += ["--experts", "mesh", "--weights-cache", "kept", "--kda", "replicated", "--residual", "sequence"]
     assert cli.main(["generate", "--checkpoint", checkpoint, "--prompt-tokens", "7", *flags]) == 0
     options = CacheOptions(hash_unit=32, ladder=(512, 2048))
-    assert made == [Made(Path(checkpoint), "data=2,dcp=4", options, "bfloat16", "mesh", Path("kept"), "replicated")]
+    spread = "mesh", Path("kept"), "replicated", "sequence"
+    assert made == [Made(Path(checkpoint), "data=2,dcp=4", options, "bfloat16", *spread)]
 
 
 def test_replay_verifies_with_a_second_engine_without_the_cache(made, checkpoint, traces_dir, tmp_path) -> None:

@@ -59,3 +59,11 @@ def test_describe_needs_neither_weights_nor_devices(tiny_checkpoint: Path, tmp_p
     assert "mla" in text
     assert "kda" in text
     assert "MiB per device" in text
+
+
+def test_describe_shows_how_the_model_is_spread(tiny_checkpoint: Path, capsys) -> None:
+    flags = ["--mesh", "model=2,dcp=4", "--kda", "replicated", "--residual", "sequence", "--token-budget", "100"]
+    assert cli.main(["describe", "--checkpoint", str(tiny_checkpoint), *flags]) == 0
+    text = capsys.readouterr().out
+    assert "whole state on every rank" in text
+    assert "32, 104 tokens" in text

@@ -64,9 +64,9 @@ def expected(folder):
 @pytest.fixture(scope="module")
 def make(folder):
     @functools.cache
-    def engine(model: str, experts: str, **changes) -> Engine:
+    def engine(model: str, experts: str, kda: str = "tensor", residual: str = "replicated", **changes) -> Engine:
         cache = dataclasses.replace(OPTIONS, **changes)
-        return Engine.from_checkpoint(folder[model], MESH, cache, experts=experts)
+        return Engine.from_checkpoint(folder[model], MESH, cache, experts=experts, kda=kda, residual=residual)
 
     return engine
 
@@ -94,7 +94,7 @@ WIDE = {"rows_per_rank": 16, "interleave": 16, "chunk_limit": 24, "prefix_cachin
     [
         ("tiny-kimi-linear", "tensor", {}),
         ("tiny-kimi-linear", "mesh", WIDE),
-        ("tiny-k3", "mesh", {}),
+        ("tiny-k3", "mesh", {"kda": "replicated", "residual": "sequence"}),
     ],
 )
 def test_replicas_answer_as_one_device_without_a_cache_does(make, expected, model, experts, changes):
