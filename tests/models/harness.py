@@ -21,6 +21,9 @@ from pallas_kernels.rows import RaggedRows
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-kimi-linear"
 CACHE_SPECS = Caches(P(None, None, DCP), P(None, None, TENSOR), P(None, None, None, TENSOR))
 
+# Two thirds of the time to compile, and other bits: for tests that compare within a tolerance.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
 
 def cache_specs(config: KimiLinearConfig) -> Caches:
     """How the mesh splits the pools of a model in their plain form; `CACHE_SPECS` by default."""
@@ -34,10 +37,17 @@ def mesh_of(model: int = 1, dcp: int = 1, data: int = 1) -> Mesh:
 
 
 @cache
-def compiled_step(config: KimiLinearConfig, mesh: Mesh, interleave: int, decode_only: bool, how: Execution = PLAIN):
+def compiled_step(
+    config: KimiLinearConfig,
+    mesh: Mesh,
+    interleave: int,
+    decode_only: bool,
+    how: Execution = PLAIN,
+    quick: bool = False,
+):
     specs, pools = dict(partition_specs(config).parameters), cache_specs(config)
 
-    @partial(jax.jit, donate_argnums=2)
+    @partial(jax.jit, donate_argnums=2, compiler_options=QUICK if quick else None)
     @partial(
         jax.shard_map,
         mesh=mesh,
@@ -64,6 +74,7 @@ class Runner:
     interleave: int = 1
     emissions: int = 2
     how: Execution = PLAIN
+    quick: bool = False  # compiled with `QUICK`
     caches: Caches = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +96,7 @@ class Runner:
 
     def step(self, decode_only: bool):
         """The compiled step, shared by runners of one configuration and mesh."""
-        return compiled_step(self.config, self.mesh, self.interleave, decode_only, self.how)
+        return compiled_step(self.config, self.mesh, self.interleave, decode_only, self.how, self.quick)
 
     def batch(self, prompts, start, *, pad_to: int, fresh=None, emit=()) -> ModelBatch:
         """Batch of one token list per row (empty: absent), packed in order, slack filled with id -1.

@@ -18,7 +18,7 @@ from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.models.make_tiny import make_tiny
 from hybrid_kv.models.parameters import check_mesh, partition_specs
 from tests.kernels import golden
-from tests.models.harness import Runner, cache_specs, mesh_of
+from tests.models.harness import QUICK, Runner, cache_specs, mesh_of
 
 ROWS, CONTEXT, MOST = 4, (21, 5, 16, 0), 3  # the last row is absent
 PRESENT = [1, 1, 1, 0]
@@ -42,7 +42,7 @@ def served(folder, sizes=(1, 1, 1), kda="tensor", residual="replicated", experts
     check_mesh(config, mesh.shape)
     specs, pools = dict(partition_specs(config).parameters), cache_specs(config)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     @partial(
         jax.shard_map, mesh=mesh, in_specs=(specs, P(DATA), pools), out_specs=(P(DATA, TENSOR),) * steps,
         check_vma=False,

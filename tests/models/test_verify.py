@@ -12,7 +12,7 @@ from hybrid_kv.models.axes import TENSOR
 from hybrid_kv.models.batch import RecurrentInputs
 from hybrid_kv.models.kimi_linear import KimiLinear
 from hybrid_kv.models.parameters import partition_specs
-from tests.models.harness import CACHE_SPECS, Runner
+from tests.models.harness import CACHE_SPECS, QUICK, Runner
 from tests.models.test_bits_do_not_depend_on_the_cut import loaded, prompts
 
 MOST, CONTEXT, ROWS = 4, 70, 4
@@ -23,7 +23,7 @@ ACCEPTED = (4, 1, 2, 0)  # the last row is absent
 def _verified(mesh):
     config, _, devices = loaded(*mesh)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     @partial(
         jax.shard_map, mesh=devices, in_specs=(dict(partition_specs(config).parameters), P(), CACHE_SPECS, P()),
         out_specs=(P(None, TENSOR), CACHE_SPECS), check_vma=False,
@@ -37,7 +37,7 @@ def _verified(mesh):
 
 
 def _runner(mesh):
-    run = Runner(*loaded(*mesh), rows=ROWS, capacity=128)
+    run = Runner(*loaded(*mesh), rows=ROWS, capacity=128, quick=True)
     run.run(run.batch([p[:CONTEXT] for p in prompts()], [0] * ROWS, pad_to=384))
     return run
 
