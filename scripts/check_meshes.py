@@ -14,6 +14,7 @@ About 20 seconds of one core a case. Exit code 1 if any answer differs.
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import jax
 import numpy as np
 
 from hybrid_kv.models.make_tiny import TINY, make_tiny
@@ -125,6 +127,9 @@ def main() -> int:
                 for spread, variant in variants(mesh):
                     cases.append(run(Path(folder), model, mesh, spread, variant, expected))
                     print(cases[-1].line(), flush=True)
+                    # A program on the CPU takes a thousand memory maps; Linux allows a process 65,530.
+                    jax.clear_caches()
+                    gc.collect()
     if options.json:
         records = [dataclasses.asdict(case) | {"right": case.right} for case in cases]
         Path(options.json).write_text(json.dumps(records, indent=2) + "\n")
