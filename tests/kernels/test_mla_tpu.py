@@ -39,7 +39,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a program is compiled for: 5 rows, tables for 300 tokens, 40 packed tokens or one for each row."""
+    """What a program is compiled for: 5 rows, tables for `longest` tokens, 40 packed tokens or one for each row."""
 
     dtype: object = BF16
     n: int = 64
@@ -51,10 +51,11 @@ class Kind:
     tiles: Tiles = FOUR_LANES
     sees: Visible = CAUSAL
     cache_scale: float | None = None
+    longest: int = 300
 
     @property
     def columns(self):
-        return -(-300 // (self.n * self.shards))
+        return -(-self.longest // (self.n * self.shards))
 
     @property
     def tokens(self):
@@ -119,6 +120,13 @@ KINDS = {
         10,
     ),
     "drafts": (Kind(n=32, query_tile=4, heads=96, sees=Visible(False), tiles=WHOLE), 10),
+    # Pages in several sections; pieces of a stripe longer than a block, or half of one.
+    "sections": (Kind(n=1024, tiles=Tiles(3, 512, 1, whole=True), longest=1900), 6),
+    "sections-in-one-piece": (Kind(n=1024, shards=2, interleave=1024, tiles=Tiles(2, 512, 1), longest=4000), 5),
+    "sections-fp8-verify": (
+        Kind(E4M3, n=768, shards=2, interleave=256, query_tile=2, sees=Visible(True, 900, None), longest=3000),
+        5,
+    ),
     "many-heads": (Kind(n=128, heads=128, tiles=Tiles(3, 128, 3, 0)), 10),
 }
 
@@ -139,7 +147,7 @@ def test_any_ragged_batch_is_the_float64_attention_and_stripes_merge_to_it(name)
     @settings(max_examples=examples, deadline=None)
     @given(
         lengths=st.lists(lengths, min_size=5, max_size=5),
-        contexts=st.lists(st.integers(0, 270), min_size=5, max_size=5),
+        contexts=st.lists(st.integers(0, kind.longest - 30), min_size=5, max_size=5),
         seed=st.integers(0, 999),
     )
     def check(lengths, contexts, seed):
@@ -249,7 +257,7 @@ def test_eight_devices_hold_a_stripe_each():
 
 
 def test_what_does_not_fit_is_refused_with_figures():
-    blocks = blocks_of(256, 512, 512, 2)
+    blocks = blocks_of(256, 512, 512)
     with pytest.raises(ValueError, match=r"bytes of vector memory needed for 16 tokens of 128 heads, 16 lanes"):
         vmem_bytes(Tiles(16, 512, 1), blocks, 128, 16, 512, 2)
     shape = jax.ShapeDtypeStruct

@@ -23,11 +23,7 @@ class Copies(Work):
         An interpreter has no copies of a size not known before; there they are predicated.
         """
         state, refs, blocks, whole = self.lanes, self.refs, self.shape.blocks, self.shape.whole
-        at = state.at[lane]
-        first, part = at, jnp.int32(0)
-        if blocks.parts > 1:
-            first = jax.lax.div(at, blocks.parts)
-            part = at - first * blocks.parts
+        first = state.at[lane]
         came, there = 0, [more] * blocks.pages
         if not whole:
             came, there = self._counted(lane, first)
@@ -37,13 +33,10 @@ class Copies(Work):
             # Windows are wide enough for reading behind the last page: there are other ids, all of them in the pool.
             page = refs.ids[column]
             source = refs.cache.at[page, pl.ds(0, count)]
-            if blocks.parts > 1:
-                rows = pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)
-                source = refs.cache.at[page, pl.ds(0, count), rows]
             target = refs.buffer.at[slot, pl.ds(self.place(lane, i, 0), count)]
             copy = pltpu.make_async_copy(source, target, refs.arrived.at[slot])
             pl.when(there[i])(copy.start) if self.interpreted else copy.start()
-        state.at[lane] = at + blocks.pages
+        state.at[lane] = first + blocks.pages
         return came
 
     def _counted(self, lane, first) -> tuple[Any, list[Any]]:
@@ -92,8 +85,7 @@ class Copies(Work):
     def wipe(self, slot, event) -> None:
         """Zeros behind the last row that the cache has, before the block is multiplied: 0 * NaN is NaN."""
         lane, last, blocks, clean = event.lane, event.page, self.shape.blocks, self.plan.scalars[3]
-        part = self.split(self.lanes.block[lane])[1] if blocks.parts > 1 else 0
-        self._wipe_page(slot, lane, last, event.page_rows - part * blocks.piece)
+        self._wipe_page(slot, lane, last, event.page_rows)
         if not self.shape.whole:
             return
 
@@ -137,7 +129,7 @@ class Copies(Work):
         def lane(i, carry):
             @pl.when(state.row[i] >= 0)
             def _():
-                first = self.split(state.block[i])[0]
+                first = state.block[i] * blocks.pages
                 window = jax.lax.div(first, shape.window)
                 ids = refs.ids.at[pl.ds(spare, self.columns)]
                 copy = pltpu.make_async_copy(

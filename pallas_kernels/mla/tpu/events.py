@@ -27,12 +27,11 @@ class Changes(Outputs):
 
     def turn(self, event) -> None:
         """The lane fetches other blocks from now on, and the query that goes with them."""
-        if not self.shape.splits:
-            self._look(event)
+        self._look(event)
+        if self.shape.splits:
+            pl.when(event.next != plans.SAME)(lambda: self._ask(event))
+        else:
             self._ask(event)
-            return
-        pl.when(event.look == 1)(lambda: self._look(event))
-        pl.when(event.next != plans.SAME)(lambda: self._ask(event))
 
     def _look(self, event):
         """Page ids come from the window that was asked for, and the next one is."""

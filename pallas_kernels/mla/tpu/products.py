@@ -83,13 +83,16 @@ class Products(Work):
         """[1, keys] for each token of a unit: 0 for keys that it sees, far below for others. The lane goes on."""
         refs, shape, state = self.refs, self.shape, self.lanes
         visible = shape.visible
-        first, part = self.split(state.block[lane])
+        block, part = state.block[lane], 0
         state.block[lane] += 1
+        if shape.period > 1:
+            part = jax.lax.rem(block, shape.period)
+        first = (block - part) * shape.span
         place = refs.place[part] + refs.hidden[lane]
         found = []
         for token in range(shape.queries):
-            own = state.position[lane] - first * shape.page + token
-            seen = place <= own if visible.causal else place < state.end[lane] - first * shape.page
+            own = state.position[lane] - first + token
+            seen = place <= own if visible.causal else place < state.end[lane] - first
             if visible.window is not None:
                 seen &= place > own - visible.window
             found.append(jnp.where(seen, 0.0, UNSEEN))

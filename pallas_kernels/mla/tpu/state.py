@@ -23,6 +23,7 @@ class Shape:
       latent: L.
       blocks: the cut of the keys.
       shards: ranks that the token axis is striped over.
+      period: `blocks.period`.
       visible: what a query sees.
       groups: in how many parts lanes go through the stages; with more than one the products of scores of a part stand
         between the products of values of the part before.
@@ -40,6 +41,7 @@ class Shape:
     latent: int
     blocks: Blocks
     shards: int
+    period: int
     visible: Visible
     groups: int
     window: int
@@ -60,17 +62,17 @@ class Shape:
         return 2 * self.lanes
 
     @property
-    def page(self) -> int:
-        """Positions of a column of the block table."""
-        return self.blocks.rows * self.shards
+    def span(self) -> int:
+        """Positions from a block to the next, on all ranks."""
+        return self.blocks.keys * self.shards
 
 
 class Lanes(NamedTuple):
     """State in scalar memory, [lanes] each unless said otherwise.
 
-    Fetching, two steps ahead: next block (its column where pages are no larger than blocks), first and last column to
-    read, all as places in `ids`. Working: block, position of the unit's first token, end of its row, the query's place,
-    the accumulator, the one before, and where the unit's row of the table begins if it has null blocks.
+    Fetching, two steps ahead: column of the next block, first and last column to read, all as places in `ids`. Working:
+    block, position of the unit's first token, end of its row, the query's place, the accumulator, the one before, and
+    where the unit's row of the table begins if it has null blocks.
     """
 
     at: Any
@@ -98,7 +100,7 @@ class Refs(NamedTuple):
     tail: Any  # HBM [T, 2, N, 128]: [q_pe | 0] and [0 | q_pe]
     table: Any  # HBM [windows of all rows, 1, columns of a window, padded] pages of the pool
     cache: Any  # HBM [layers B, groups, n / 2, 128]
-    place: Any  # VMEM [parts, 1, keys] positions of keys within a block
+    place: Any  # VMEM [period, 1, keys] positions of the keys of the first blocks
     member: Any  # VMEM [1, keys] index of the page a key is in
     keep: Any  # VMEM [rows of a word, 2 words of a piece, 128] int32: all bits, then those of the first rows, then none
     out: Any  # HBM [T, N, L]
@@ -151,14 +153,6 @@ class Work:
             return carry
 
         jax.lax.fori_loop(0, count, one, None)
-
-    def split(self, block) -> tuple[Any, Any]:
-        """First column of a block, and which part of its page it is."""
-        blocks = self.shape.blocks
-        if blocks.parts == 1:
-            return block * blocks.pages, 0
-        column = jax.lax.div(block, blocks.parts)
-        return column, block - column * blocks.parts
 
     def place(self, lane, page, group) -> Any:
         """Where a group of a page lies in a buffer."""

@@ -74,7 +74,7 @@ def generation() -> int:
 def fits(form: Pages, dtype: DTypeLike) -> bool:
     """Whether the kernel takes such pages of such a type, on the chip that is compiled for."""
     missing = generation() == 7 and dtype == jnp.float8_e4m3b11fnuz
-    return form.planes and form.rows % 16 == 0 and dtype in _TYPES and not missing
+    return form.planes and form.section % 16 == 0 and dtype in _TYPES and not missing
 
 
 def _vmem() -> int:
@@ -84,7 +84,7 @@ def _vmem() -> int:
 
 
 def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> tuple[Tiles, Blocks]:
-    """Tiles and blocks for units of `queries` tokens over pages of `rows` rows."""
+    """Tiles and blocks for units of `queries` tokens over pages, or sections of them, of `rows` rows."""
     size = jnp.dtype(dtype).itemsize
     wide = heads * queries
     kind = next((most for most in _MEASURED if wide <= most), max(_MEASURED))
@@ -94,7 +94,7 @@ def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dt
     while lanes > 1 and (lanes * wide > _MOST_ROWS[kind] or lanes * copies > _MOST_COPIES):
         lanes //= 2
     tiles = found._replace(lanes=lanes, groups=min(found.groups, lanes))
-    return tiles, blocks_of(rows, latent, tiles.keys, size)
+    return tiles, blocks_of(rows, latent, tiles.keys)
 
 
 def vmem_bytes(tiles: Tiles, blocks: Blocks, heads: int, queries: int, latent: int, size: int) -> int:
@@ -109,7 +109,7 @@ def vmem_bytes(tiles: Tiles, blocks: Blocks, heads: int, queries: int, latent: i
     query = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 2
     accumulators = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 4
     stages = 2 * (tiles.slots + tiles.lanes) * queries * (heads * latent * 2 + 8 * spread * 4)
-    constants = blocks.parts * blocks.keys * (6 * LANES + 64)
+    constants = blocks.keys * (6 * LANES + 64)
     total = buffers + query + accumulators + stages + constants + _SPARE
     most = _vmem()
     if total > most:
