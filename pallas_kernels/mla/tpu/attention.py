@@ -73,8 +73,8 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
         jax.ShapeDtypeStruct((count, tiles_of_heads, LANES), jnp.float32),
     )
     queries, stages = shape.queries, 2 * shape.slots + shape.spares
+    places = lanes // shape.buffers * blocks.pages * blocks.groups
     scratch = [
-        pltpu.VMEM((BUFFERS, lanes * blocks.pages * blocks.groups, blocks.piece, LANES), cache.dtype),
         pltpu.VMEM((lanes * BUFFERS, queries, shape.heads, shape.latent), query.dtype),
         pltpu.VMEM((lanes * BUFFERS, queries, 2, shape.heads, LANES), query.dtype),
         pltpu.VMEM((3 * lanes, rows, shape.latent), jnp.float32),
@@ -91,13 +91,14 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
         pltpu.SemaphoreType.DMA((lanes * BUFFERS,)),
         pltpu.SemaphoreType.DMA((3,)),
         pltpu.SemaphoreType.DMA(()),
+        *[pltpu.VMEM((BUFFERS, places, blocks.piece, LANES), cache.dtype)] * shape.buffers,
         *[pltpu.SMEM((lanes,), jnp.int32)] * 10,
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((BUFFERS,), jnp.int32),
         pltpu.SMEM((2 + 4 * (shape.slots + 1),), jnp.int32),
         pltpu.SMEM((5,), jnp.int32),
     ]
-    assert len(scratch) == 17 + len(Lanes._fields)
+    assert len(scratch) == 16 + shape.buffers + len(Lanes._fields)
     scalars = len(work)
 
     def body(*refs):
@@ -224,7 +225,7 @@ def _class(
         end = rows_before(rows.start + rows.length, rank, shards, interleave)
         ids, clean = _finite_behind(ids, rows, end, page)
     units = units_of(rows, here, count, queries, most, blocks, table, shards, rank, interleave, visible)
-    work = plan(units, tiles.lanes, blocks, window, windows, width, tiles.slots, lead, null, clean)
+    work = plan(units, tiles.lanes, shape.buffers, blocks, window, windows, width, tiles.slots, lead, null, clean)
     scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * width)
     if scalars > SCALAR_BYTES:
         raise ValueError(

@@ -14,16 +14,27 @@ from pallas_kernels.mla.tpu.state import Event
 class Changes(Outputs):
     """What happens now and then, ahead of the products or behind them."""
 
-    def at(self, cursor, step, body) -> Any:
-        """Runs body(event) for the events of a step; `cursor`, the next event and its step, comes back behind them."""
+    def at(self, cursor, step, body, field="step") -> Any:
+        """Runs body(event) for the events of a step; `cursor`, the next event and its step, comes back behind them.
+
+        field: what is compared with `step`, and stands in the cursor.
+        """
 
         def one(cursor):
             index, _ = cursor
-            following = self.plan.events[index + 1]
+            following = getattr(Event(self.plan.events, index + 1), field)
             body(Event(self.plan.events, index))
             return index + 1, following
 
         return jax.lax.while_loop(lambda cursor: cursor[1] == step, one, cursor)
+
+    def wipe_all(self, cursor, step, slot) -> None:
+        """Wipes what events of a step say, buffer by buffer."""
+        cursor = (cursor[0], Event(self.plan.events, cursor[0]).part)
+        for part in range(self.shape.buffers):
+            cursor = self.at(
+                cursor, step * self.shape.buffers + part, lambda event, part=part: self.wipe(part, slot, event), "part"
+            )
 
     def turn(self, event) -> None:
         """The lane fetches other blocks from now on, and the query that goes with them."""

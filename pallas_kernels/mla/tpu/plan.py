@@ -59,10 +59,11 @@ class Units(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What changes in a lane, sorted by step; the last is never reached. A field of all events lies together.
+    """What changes in a lane, sorted by step and lane; the last is never reached. A field of all events lies together.
 
     Attributes:
       step: the first in which it holds.
+      part: that times the number of buffers, and the buffer of the lane.
       lane: whose.
       next: SAME, OTHER or NOTHING.
       following, room: row of the table of windows that the lane's next event takes page ids from, and where in `ids`
@@ -82,6 +83,7 @@ class Events(NamedTuple):
     """
 
     step: Int32[Array, "E"]
+    part: Int32[Array, "E"]
     lane: Int32[Array, "E"]
     next: Int32[Array, "E"]
     following: Int32[Array, "E"]
@@ -206,6 +208,7 @@ def _left(some: Bool[Array, "E"], unit: Bool[Array, "E"], lane: Int32[Array, "E"
 def plan(
     units: Units,
     lanes: int,
+    buffers: int,
     blocks: Blocks,
     window: int,
     windows: int,
@@ -218,6 +221,7 @@ def plan(
     """The plan.
 
     Args:
+      buffers: parts of the lanes with a buffer each.
       window: columns in one window of the block table.
       windows: of a row of the table.
       width: of a window in `ids`.
@@ -290,7 +294,7 @@ def plan(
     )
     now, later = ((2 * lane + (turns[0] + i) % 2) * width for i in (1, 0))
     finish = done & complete & ~resumed
-    order = jnp.argsort(step, stable=True)
+    order = jnp.lexsort((lane, step))
     ended = _earlier(finish[order][None], step[order])[0]
     slot, listed = (jnp.zeros_like(step).at[order].set(jnp.minimum(n, slots)) for n in (ended, ended + finish[order]))
     slot = jnp.where(finish, slot, slots)
@@ -300,6 +304,7 @@ def plan(
     nulls = jnp.zeros_like(step).at[order].set(jnp.cumsum(change[order], dtype=jnp.int32))
     events = Events(
         step=step,
+        part=jnp.where(step < _NEVER, step * buffers + lane // (lanes // buffers), _NEVER),
         lane=lane,
         next=jnp.where(idle, NOTHING, jnp.where(other, OTHER, SAME)),
         following=jnp.where(idle, 0, following),

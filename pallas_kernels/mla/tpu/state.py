@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.blocks import Blocks
@@ -57,6 +58,11 @@ class Shape:
         return self.queries * self.heads
 
     @property
+    def buffers(self) -> int:
+        """Parts of the lanes with buffers of their own: copies into those of one are in no way of loads of another."""
+        return self.groups if self.whole else 1
+
+    @property
     def spares(self) -> int:
         """Stages of units finished on their own: as many as may end in two steps."""
         return 2 * self.lanes
@@ -105,7 +111,6 @@ class Refs(NamedTuple):
     keep: Any  # VMEM [rows of a word, 2 words of a piece, 128] int32: all bits, then those of the first rows, then none
     out: Any  # HBM [T, N, L]
     lse: Any  # HBM [T, N' / 128, 128]
-    buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]
     queries: Any  # VMEM [lanes * BUFFERS, Q, N, L]
     tails: Any  # VMEM [lanes * BUFFERS, Q, 2, N, 128]
     acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes keep of units
@@ -122,6 +127,7 @@ class Refs(NamedTuple):
     asked: Any  # DMA [lanes * BUFFERS]
     left: Any  # DMA [3]
     cleared: Any  # DMA []
+    buffers: Any  # for each part of the lanes that has one, VMEM [BUFFERS, its lanes * pages * groups, piece, 128]
     lanes: Lanes
 
 
@@ -154,6 +160,24 @@ class Work:
 
         jax.lax.fori_loop(0, count, one, None)
 
+    @property
+    def share(self) -> int:
+        """Lanes of a buffer."""
+        return self.shape.lanes // self.shape.buffers
+
+    def held(self, lane: int) -> tuple[Any, int]:
+        """The buffer of a lane, and which one of those in it it is."""
+        return self.refs.buffers[lane // self.share], lane % self.share
+
+    def where(self, lane, body) -> None:
+        """body(buffer, lane in it) for a traced lane."""
+        if len(self.refs.buffers) == 1:
+            body(self.refs.buffers[0], lane)
+            return
+        for part, buffer in enumerate(self.refs.buffers):
+            mine = (lane >= part * self.share) & (lane < (part + 1) * self.share)
+            pl.when(mine)(lambda buffer=buffer, part=part: body(buffer, lane - part * self.share))
+
     def place(self, lane, page, group) -> Any:
-        """Where a group of a page lies in a buffer."""
+        """Where a group of a page lies in a buffer, by the number of the lane in it."""
         return (lane * self.shape.blocks.pages + page) * self.shape.blocks.groups + group

@@ -34,7 +34,8 @@ class Tiles(NamedTuple):
 # By rows of queries in a unit, heads times tokens, up to which they hold: by chip generation and bytes of a cached
 # value, and for chips that nothing was measured for. Chosen by replayed schedules for one, four and eight tokens of
 # 64 heads; docs/13-mla-kernels.md has what each costs.
-_FOUR_TOKENS, _EIGHT_TOKENS = Tiles(8, 512, 1, 1, staggered=True), Tiles(3, 512, 1, 0, staggered=True)
+_FOUR_TOKENS = Tiles(8, 512, 1, 1, staggered=True, whole=True)
+_EIGHT_TOKENS = Tiles(3, 512, 1, 0, staggered=True)
 _MEASURED: dict[int, dict[tuple[int, int] | None, Tiles]] = {
     64: {
         (6, 2): Tiles(8, 512, 1),
@@ -50,12 +51,16 @@ _MEASURED: dict[int, dict[tuple[int, int] | None, Tiles]] = {
         (7, 1): Tiles(16, 512, 2, whole=True),
         None: Tiles(8, 512, 1),
     },
-    256: dict.fromkeys([(6, 2), (6, 1), (7, 2), (7, 1), None], _FOUR_TOKENS),
+    256: {
+        **dict.fromkeys([(6, 2), (6, 1)], _FOUR_TOKENS._replace(lanes=12)),
+        **dict.fromkeys([(7, 2), (7, 1)], _FOUR_TOKENS),
+        None: _FOUR_TOKENS._replace(whole=False),
+    },
     512: dict.fromkeys([(6, 2), (6, 1), (7, 2), (7, 1), None], _EIGHT_TOKENS),
 }
 
 # Rows of the products times lanes: beyond, code and accumulators grow and nothing is left to hide.
-_MOST_ROWS = {64: 1536, 128: 1024, 256: 2048, 512: 1536}
+_MOST_ROWS = {64: 1536, 128: 1024, 256: 3072, 512: 1536}
 # Copies written out in a step; small pages need many.
 _MOST_COPIES = 192
 # Scalar memory is 1 MiB on every chip; events and windows of the block table may take this much.
