@@ -28,14 +28,6 @@ class Changes(Outputs):
 
         return jax.lax.while_loop(lambda cursor: cursor[1] == step, one, cursor)
 
-    def wipe_all(self, cursor, step, slot) -> None:
-        """Wipes what events of a step say, buffer by buffer."""
-        cursor = (cursor[0], Event(self.plan.events, cursor[0]).part)
-        for part in range(self.shape.buffers):
-            cursor = self.at(
-                cursor, step * self.shape.buffers + part, lambda event, part=part: self.wipe(part, slot, event), "part"
-            )
-
     def turn(self, event) -> None:
         """The lane fetches other blocks from now on, and the query that goes with them."""
         self._look(event)

@@ -18,7 +18,7 @@ from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.copies import Copies
 from pallas_kernels.mla.tpu.events import Changes
 from pallas_kernels.mla.tpu.staggered import Staggered
-from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Refs, Shape
+from pallas_kernels.mla.tpu.state import BUFFERS, Event, Lanes, Refs, Shape
 
 
 class Kernel(Changes, Copies, Staggered):
@@ -116,6 +116,14 @@ class Kernel(Changes, Copies, Staggered):
 
         jax.lax.fori_loop(0, state.leaving[3], cleared, None)
 
+    def wipe_all(self, cursor, step, slot) -> None:
+        """Wipes what events of a step say, buffer by buffer."""
+        cursor = (cursor[0], Event(self.plan.events, cursor[0]).part)
+        for part in range(self.shape.buffers):
+            cursor = self.at(
+                cursor, step * self.shape.buffers + part, lambda event, part=part: self.wipe(part, slot, event), "part"
+            )
+
     def advance(self, slot, coming, more) -> None:
         """The straight-line code: blocks two steps on are sent for, ended units normalised, blocks multiplied."""
         fetched = []
@@ -140,4 +148,4 @@ def kernel(*refs, shape: Shape, interpreted: bool) -> None:
     plan, rest = plans.Plan(*refs[:count]), refs[count:]
     single = len(Refs._fields) - 2
     buffers, state = rest[single : single + shape.buffers], Lanes._make(rest[single + shape.buffers :])
-    Kernel(shape, plan, Refs(*rest[:single], buffers, state), interpreted).run()
+    Kernel(shape, plan, Refs._make([*rest[:single], buffers, state]), interpreted).run()

@@ -97,12 +97,11 @@ class Products(Work):
         """[1, keys] for each token of a unit: 0 for keys that it sees, far below for others. The lane goes on."""
         refs, shape, state = self.refs, self.shape, self.lanes
         visible = shape.visible
-        block, part = state.block[lane], 0
+        block = state.block[lane]
         state.block[lane] += 1
-        if shape.period > 1:
-            part = jax.lax.rem(block, shape.period)
-        first = (block - part) * shape.span
-        place = refs.place[part] + refs.hidden[lane]
+        turn: Any = 0 if shape.period == 1 else jax.lax.rem(block, shape.period)
+        first = (block - turn) * shape.span
+        place = refs.place[turn] + refs.hidden[lane]
         found = []
         for token in range(shape.queries):
             own = state.position[lane] - first + token

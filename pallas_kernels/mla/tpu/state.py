@@ -1,6 +1,7 @@
 """What the parts of the kernel share: static sizes, the refs of a call, state in scalar memory, an event."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -176,7 +177,7 @@ class Work:
             return
         for part, buffer in enumerate(self.refs.buffers):
             mine = (lane >= part * self.share) & (lane < (part + 1) * self.share)
-            pl.when(mine)(lambda buffer=buffer, part=part: body(buffer, lane - part * self.share))
+            pl.when(mine)(functools.partial(body, buffer, lane - part * self.share))
 
     def place(self, lane, page, group) -> Any:
         """Where a group of a page lies in a buffer, by the number of the lane in it."""
