@@ -36,7 +36,7 @@ _MERGE: Implementations = {"reference": merge.merge_lse}
 
 def _written(form: Pages) -> Callable[[str], bool]:
     """Whether an implementation writes such pages."""
-    return lambda name: name != "tpu" or (form.planes and form.rows % 16 == 0)
+    return lambda name: name != "tpu" or (form.planes and form.section % 16 == 0)
 
 
 def _read(form: Pages, dtype: Any, query: Any) -> Callable[[str], bool]:

@@ -7,16 +7,23 @@ A row of the cache is [latent (L) | position key (P)]; a page holds n rows of on
 * Planes: `[layers, B, n (L + P) / 128, 128]`, for L a multiple of 128, P = 64 and n even. L / 128 planes [n, 128] of
   the latent, one after the other, then n / 2 rows of tails: row i = [position key of row i | of row i + n / 2].
   Nothing is padded, a page is one piece of memory (one transfer), and a plane is ready to be multiplied.
+  A page of more than 256 rows is cut into equal *sections*, each of which is a page of its own in planes, one behind
+  the other. So a kernel takes keys in pieces of memory that are no larger, and none of a section that it does not need.
+  Sections are as few as there can be of at most 256 rows, a multiple of gcd(n, 64): 1024 rows are 4 x 256, 320 are
+  5 x 64. Where n is no multiple of 16, which no kernel takes, there is one.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 LANES = 128
 TAIL = 64
+# Most rows of a section; what kernels take at a time, at best and at least.
+_MOST, _BEST, _LEAST = 256, 64, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,25 +51,50 @@ class Pages:
         """Of one page in the pool."""
         return (self.rows * self.width // LANES, LANES) if self.planes else (self.rows, self.width)
 
+    @property
+    def sections(self) -> int:
+        """Of a page in planes."""
+        unit = math.gcd(self.rows, _BEST)
+        if self.rows <= _MOST or unit < _LEAST:
+            return 1
+        counts = range(-(-self.rows // _MOST), self.rows // unit + 1)
+        return next(count for count in counts if self.rows % (count * unit) == 0)
+
+    @property
+    def section(self) -> int:
+        """Rows of a section."""
+        return self.rows // self.sections
+
+    def section_table(self, table: Int32[Array, "R C"]) -> Int32[Array, "R Cs"]:
+        """A block table of sections, of a pool seen as pages of one each; null blocks stay 0."""
+        if self.sections == 1:
+            return table
+        each = table[..., None] * self.sections + jnp.arange(self.sections, dtype=jnp.int32)
+        return jnp.where(table[..., None] == 0, 0, each).reshape(table.shape[0], -1)
+
     def split(self, pages: Float[Array, "..."]) -> Float[Array, "... n LP"]:
         """Cache rows of pages [..., *shape]."""
         if not self.planes:
             return pages
-        lead, n = pages.shape[:-2], self.rows
+        lead, n = pages.shape[:-2], self.section
+        pages = pages.reshape(*lead, self.sections, -1, LANES)
         tails = pages[..., n * self.latent // LANES :, :]
-        latent = pages[..., : n * self.latent // LANES, :].reshape(*lead, -1, n, LANES)
+        latent = pages[..., : n * self.latent // LANES, :].reshape(*lead, self.sections, -1, n, LANES)
         tails = jnp.concatenate([tails[..., :TAIL], tails[..., TAIL:]], axis=-2)
-        return jnp.concatenate([jnp.moveaxis(latent, -3, -2).reshape(*lead, n, self.latent), tails], axis=-1)
+        latent = jnp.moveaxis(latent, -3, -2).reshape(*lead, self.sections, n, self.latent)
+        return jnp.concatenate([latent, tails], axis=-1).reshape(*lead, self.rows, self.width)
 
     def join(self, rows: Float[Array, "... n LP"]) -> Float[Array, "..."]:
         """Pages [..., *shape] of cache rows; the inverse of `split`."""
         if not self.planes:
             return rows
-        lead, n = rows.shape[:-2], self.rows
-        latent = jnp.moveaxis(rows[..., : self.latent].reshape(*lead, n, -1, LANES), -2, -3)
+        lead, n = rows.shape[:-2], self.section
+        rows = rows.reshape(*lead, self.sections, n, self.width)
+        latent = jnp.moveaxis(rows[..., : self.latent].reshape(*lead, self.sections, n, -1, LANES), -2, -3)
         tails = rows[..., self.latent :]
         tails = jnp.concatenate([tails[..., : n // 2, :], tails[..., n // 2 :, :]], axis=-1)
-        return jnp.concatenate([latent.reshape(*lead, -1, LANES), tails], axis=-2)
+        pages = jnp.concatenate([latent.reshape(*lead, self.sections, -1, LANES), tails], axis=-2)
+        return pages.reshape(*lead, *self.shape)
 
 
 def pages_of(cache: Any, latent: int, position: int) -> Pages:

@@ -47,10 +47,11 @@ def mla_write(
     values = stored(new, cache.dtype, cache_scale)
     if not form.planes:
         return cache.at[layer, target, at.row].set(values, mode="drop")
-    n, planes = form.rows, form.latent // LANES
+    n, planes = form.section, form.latent // LANES
+    row, first = at.row % n, at.row // n * (form.shape[0] // form.sections)
     latent = values[:, : form.latent].reshape(-1, planes, LANES)
-    rows_of_planes = at.row[:, None] + n * jnp.arange(planes, dtype=jnp.int32)
+    rows_of_planes = (first + row)[:, None] + n * jnp.arange(planes, dtype=jnp.int32)
     cache = cache.at[layer, target[:, None], rows_of_planes].set(latent, mode="drop")
-    half, tail = at.row // (n // 2), n * planes + at.row % (n // 2)
+    half, tail = row // (n // 2), first + n * planes + row % (n // 2)
     lanes = half[:, None] * TAIL + jnp.arange(TAIL, dtype=jnp.int32)
     return cache.at[layer, target[:, None], tail[:, None], lanes].set(values[:, form.latent :], mode="drop")

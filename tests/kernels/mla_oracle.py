@@ -8,6 +8,9 @@ import numpy as np
 from pallas_kernels.mla.pages import pool_shape
 from pallas_kernels.rows import RaggedRows
 
+# Rows of a section, for rows of a page.
+SECTIONS = {320: 64, 544: 32, 768: 256, 1024: 256}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -49,6 +52,9 @@ def page_of(rows, latent, planes):
     if not planes:
         return rows
     n = len(rows)
+    if n > 256:
+        section = SECTIONS[n]
+        return np.concatenate([page_of(rows[at : at + section], latent, planes) for at in range(0, n, section)])
     tails = np.concatenate([rows[: n // 2, latent:], rows[n // 2 :, latent:]], axis=1)
     return np.concatenate([*np.split(rows[:, :latent], latent // 128, axis=1), tails], axis=0)
 

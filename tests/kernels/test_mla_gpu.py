@@ -53,6 +53,9 @@ def assert_alike(got, wanted):
         ([1, 2], [0, 40], {"heads": 4}, {}),
         # The context of a row is cut into stretches, some of them without a tile.
         ([1, 1], [500, 3], {"heads": 64, "n": 128}, {}),
+        # Pages in sections of 64 rows, and in such of 256.
+        ([1, 1], [330, 100], {"heads": 4, "n": 320}, {}),
+        ([2], [1030], {"heads": 4, "n": 1024}, {"window": 700}),
         ([4, 1], [90, 64], {"heads": 12}, {"causal": False, "window": 70}),
         ([2, 1], [190, 20], {"heads": 8}, {"window": 33, "soft_cap": 1.5}),
     ],

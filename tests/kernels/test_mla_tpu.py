@@ -23,7 +23,7 @@ from pallas_kernels.mla.tpu.blocks import blocks_of
 from pallas_kernels.mla.tpu.tiles import Tiles, vmem_bytes
 from pallas_kernels.mla.visible import Visible, visible
 from pallas_kernels.rows import RaggedRows
-from pallas_kernels.vmem import SMALLEST_VMEM
+from pallas_kernels.vmem import VMEM_BYTES
 from tests.kernels import mla_oracle as oracle
 from tests.kernels import tpu
 from tests.kernels.races import races_found
@@ -32,14 +32,14 @@ SCALE, LAYER = 0.1, 1
 BF16, E4M3, B11 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e4m3b11fnuz
 # Half the time to compile; each program runs a few times.
 FOUR_LANES, CAUSAL = Tiles(4, 128, 1), Visible()
-# All pages of a block are copied, those never written (NaN) too.
-WHOLE = FOUR_LANES._replace(whole=True)
+# All pages of a block are copied, those never written (NaN) too, into a buffer for each two lanes.
+WHOLE = FOUR_LANES._replace(groups=2, whole=True)
 QUICK = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a program is compiled for: 5 rows, tables for 300 tokens, 40 packed tokens or one for each row."""
+    """What a program is compiled for: 5 rows, tables for `longest` tokens, 40 packed tokens or one for each row."""
 
     dtype: object = BF16
     n: int = 64
@@ -51,10 +51,11 @@ class Kind:
     tiles: Tiles = FOUR_LANES
     sees: Visible = CAUSAL
     cache_scale: float | None = None
+    longest: int = 300
 
     @property
     def columns(self):
-        return -(-300 // (self.n * self.shards))
+        return -(-self.longest // (self.n * self.shards))
 
     @property
     def tokens(self):
@@ -104,7 +105,7 @@ KINDS = {
     "large-pages-latent-512": (Kind(n=256, heads=64, latent=512, tiles=Tiles(2, 128, 1, whole=True)), 15),
     "mixed": (Kind(n=64, query_tile=64), 15),
     "window-and-cap": (Kind(n=32, query_tile=2, sees=Visible(True, 50, 3.0), tiles=WHOLE), 15),
-    "staggered": (Kind(n=32, heads=12, query_tile=4, tiles=Tiles(3, 128, 1, 1, staggered=True)), 15),
+    "staggered": (Kind(n=32, heads=12, query_tile=4, tiles=Tiles(3, 128, 1, 1, staggered=True, whole=True)), 15),
     "staggered-wide-fp8": (
         Kind(
             E4M3,
@@ -119,6 +120,13 @@ KINDS = {
         10,
     ),
     "drafts": (Kind(n=32, query_tile=4, heads=96, sees=Visible(False), tiles=WHOLE), 10),
+    # Pages in several sections; pieces of a stripe longer than a block, or half of one.
+    "sections": (Kind(n=1024, tiles=Tiles(3, 512, 1, whole=True), longest=1900), 6),
+    "sections-in-one-piece": (Kind(n=1024, shards=2, interleave=1024, tiles=Tiles(2, 512, 1), longest=4000), 5),
+    "sections-fp8-verify": (
+        Kind(E4M3, n=768, shards=2, interleave=256, query_tile=2, sees=Visible(True, 900, None), longest=3000),
+        5,
+    ),
     "many-heads": (Kind(n=128, heads=128, tiles=Tiles(3, 128, 3, 0)), 10),
 }
 
@@ -139,7 +147,7 @@ def test_any_ragged_batch_is_the_float64_attention_and_stripes_merge_to_it(name)
     @settings(max_examples=examples, deadline=None)
     @given(
         lengths=st.lists(lengths, min_size=5, max_size=5),
-        contexts=st.lists(st.integers(0, 270), min_size=5, max_size=5),
+        contexts=st.lists(st.integers(0, kind.longest - 30), min_size=5, max_size=5),
         seed=st.integers(0, 999),
     )
     def check(lengths, contexts, seed):
@@ -213,7 +221,7 @@ def test_slack_between_rows_is_cleared():
 @pytest.mark.parametrize(
     "kind",
     [
-        Kind(n=32, tiles=Tiles(2, 64, 1, 1, whole=True)),
+        Kind(n=32, tiles=Tiles(2, 64, 2, 1, whole=True)),
         Kind(n=32, query_tile=2, tiles=Tiles(2, 32, 2, 0)),
         Kind(n=32, query_tile=2, tiles=Tiles(2, 64, 1, 1, staggered=True)),
     ],
@@ -249,7 +257,7 @@ def test_eight_devices_hold_a_stripe_each():
 
 
 def test_what_does_not_fit_is_refused_with_figures():
-    blocks = blocks_of(256, 512, 512, 2)
+    blocks = blocks_of(256, 512, 512)
     with pytest.raises(ValueError, match=r"bytes of vector memory needed for 16 tokens of 128 heads, 16 lanes"):
         vmem_bytes(Tiles(16, 512, 1), blocks, 128, 16, 512, 2)
     shape = jax.ShapeDtypeStruct
@@ -272,15 +280,16 @@ def test_what_does_not_fit_is_refused_with_figures():
 
 
 @pytest.mark.parametrize("heads", [12, 64, 96, 128])
-@pytest.mark.parametrize("generation", [5, 6, 7])
-def test_chosen_tiles_fit_the_smallest_chip_and_many_rows_go_one_behind_the_other(monkeypatch, heads, generation):
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
+def test_chosen_tiles_fit_their_chip_and_many_rows_go_one_behind_the_other(monkeypatch, heads, chip):
     padded = -(-heads // 16) * 16
+    most, generation = VMEM_BYTES[chip] * 7 // 8, {"v5p": 5, "v6e": 6, "tpu7x": 7}[chip]
     monkeypatch.setattr(tiles_of, "generation", lambda: generation)
-    monkeypatch.setattr(tiles_of, "_vmem", lambda: SMALLEST_VMEM * 7 // 8)
+    monkeypatch.setattr(tiles_of, "_vmem", lambda: most)
     for queries, dtype, n in itertools.product((1, 2, 4, 8), (BF16, E4M3), (16, 64, 256)):
         tiles, blocks = tiles_of.choose_tiles(padded, queries, 512, n, jnp.dtype(dtype))
         assert tiles.staggered == (padded * queries > 128)
-        assert vmem_bytes(tiles, blocks, padded, queries, 512, jnp.dtype(dtype).itemsize) <= SMALLEST_VMEM
+        assert vmem_bytes(tiles, blocks, padded, queries, 512, jnp.dtype(dtype).itemsize) <= most
 
 
 # heads, page, type, tokens of a row, query tile, layers and blocks of a pool that may be beyond 2^31 elements

@@ -26,14 +26,14 @@ def on_tpu(cache, new, layer, rows, table, interpret=True, cache_scale=None, **s
     )  # fmt: skip
 
 
-def problem(lengths, contexts, n, dtype, seed):
+def problem(lengths, contexts, n, dtype, seed, columns=COLUMNS):
     """Rows one after the other, slack NaN, a table with a null block, a pool whose every value differs."""
     rng = np.random.default_rng(seed)
     new = np.full((TOKENS, 576), np.nan, np.float32)
     new[: sum(lengths)] = rng.normal(size=(sum(lengths), 576))
-    table = (rng.permutation(ROWS * COLUMNS) + 1).reshape(ROWS, COLUMNS)
-    table[rng.integers(ROWS), rng.integers(COLUMNS)] = 0
-    pool = rng.normal(size=pool_shape(2, ROWS * COLUMNS + 1, n, 512, 64, planes=True))
+    table = (rng.permutation(ROWS * columns) + 1).reshape(ROWS, columns)
+    table[rng.integers(ROWS), rng.integers(columns)] = 0
+    pool = rng.standard_normal(pool_shape(2, ROWS * columns + 1, n, 512, 64, planes=True), np.float32)
     offset = np.cumsum(lengths) - lengths
     rows = oracle.RaggedRows(*(jnp.asarray(x, jnp.int32) for x in (offset, lengths, contexts)))
     return jnp.asarray(pool).astype(dtype), jnp.asarray(new), LAYER, rows, jnp.asarray(table, jnp.int32)
@@ -51,23 +51,26 @@ def same(got, want):
         (64, 1, 1, jnp.float8_e4m3b11fnuz),
         (16, 8, 16, jnp.bfloat16),
         (48, 4, 3, jnp.float32),
+        (544, 1, 1, jnp.bfloat16),
+        (1024, 2, 1024, jnp.float8_e4m3fn),
     ],
 )
 def test_any_ragged_batch_is_written_as_the_reference_writes_it(n, shards, interleave, dtype):
     stripe = {"shards": shards, "interleave": interleave, "cache_scale": 0.5}
     kernel, reference = (jax.jit(functools.partial(op, **stripe)) for op in (on_tpu, mla_write))
+    columns, longest = (COLUMNS, 150) if n <= 512 else (2, 2 * n * shards - 50)
 
     @settings(max_examples=10, deadline=None, phases=[Phase.generate])
     @given(
         lengths=st.lists(st.sampled_from([0, 1, 1, 2, 5, 17, 40]), min_size=ROWS, max_size=ROWS).filter(
             lambda x: sum(x) <= TOKENS
         ),
-        contexts=st.lists(st.integers(0, 150), min_size=ROWS, max_size=ROWS),
+        contexts=st.lists(st.integers(0, longest), min_size=ROWS, max_size=ROWS),
         rank=st.integers(0, shards - 1),
         seed=st.integers(0, 99),
     )
     def check(lengths, contexts, rank, seed):
-        given = problem(lengths, contexts, n, dtype, seed)
+        given = problem(lengths, contexts, n, dtype, seed, columns)
         same(kernel(*given, rank=rank), reference(*given, rank=rank))
 
     check()

@@ -8,14 +8,14 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.mla.gpu.stretch import LATENT, attend
 from pallas_kernels.mla.gpu.work import KEYS, QUERIES, stretches, work
 from pallas_kernels.mla.merge import merge_lse
-from pallas_kernels.mla.pages import TAIL, Pages, pages_of
+from pallas_kernels.mla.pages import LANES, TAIL, Pages, pages_of
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows
 
 
 def fits(form: Pages, dtype: DTypeLike, query: DTypeLike) -> bool:
     """Whether the kernel takes queries of a type over such pages."""
-    return form.planes and form.latent == LATENT and form.rows % KEYS == 0 and dtype == query == jnp.bfloat16
+    return form.planes and form.latent == LATENT and form.section % KEYS == 0 and dtype == query == jnp.bfloat16
 
 
 def _check(q_latent: jax.Array, q_rope: jax.Array, cache: jax.Array, form: Pages) -> None:
@@ -23,7 +23,7 @@ def _check(q_latent: jax.Array, q_rope: jax.Array, cache: jax.Array, form: Pages
     for name, dtype in types.items():
         if dtype != jnp.bfloat16:
             raise ValueError(f"{name}: got {dtype}; the GPU kernel takes bfloat16; use implementation='reference'")
-    if not form.planes or form.latent != LATENT or form.rows % KEYS:
+    if not form.planes or form.latent != LATENT or form.section % KEYS:
         raise ValueError(
             f"cache: got {'planes' if form.planes else 'rows'} of {form.rows} x ({form.latent} + {form.position}); the "
             f"GPU kernel takes pages in planes with a multiple of {KEYS} rows of {LATENT} + {TAIL}; use "
@@ -63,11 +63,13 @@ def mla_attention(
     form = pages_of(cache, latent, q_rope.shape[-1])
     _check(q_latent, q_rope, cache, form)
     total = count * heads
-    jobs = work(rows, count, heads, form, table.shape[1], shards, rank, interleave, visible)
-    parts = stretches(total, table.shape[0], table.shape[1] * form.rows // KEYS)
+    table, page = form.section_table(table), form.section
+    cache = cache.reshape(cache.shape[0], cache.shape[1] * form.sections, -1, LANES)
+    jobs = work(rows, count, heads, page, table.shape[1], shards, rank, interleave, visible)
+    parts = stretches(total, table.shape[0], table.shape[1] * page // KEYS)
     factor = scale * (1.0 if cache_scale is None else cache_scale)
     out, lse = attend(
-        _query_rows(q_latent), _query_rows(q_rope), cache, layer, table, jobs, parts, heads, form, factor, shards, rank,
+        _query_rows(q_latent), _query_rows(q_rope), cache, layer, table, jobs, parts, heads, page, factor, shards, rank,
         interleave, visible, interpret,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mla.gpu.work import KEYS, QUERIES, Work
-from pallas_kernels.mla.pages import LANES, TAIL, Pages
+from pallas_kernels.mla.pages import LANES, TAIL
 from pallas_kernels.mla.stripe import rows_before
 from pallas_kernels.mla.visible import Visible
 
@@ -47,7 +47,7 @@ def attend(
     jobs: Work,
     parts: int,
     heads: int,
-    form: Pages,
+    page_rows: int,
     factor: Float[Array, ""] | float,
     shards: int,
     rank: Int32[Array, ""] | int,
@@ -59,20 +59,21 @@ def attend(
 
     Args:
       q_latent, q_rope: query rows, 64 at least.
+      page_rows: of a page. The sections of a large one are pages of their own in the cache and the table.
       factor: of the scores.
 
     Returns:
       Normalised output, fp32 if it is one of several, and natural-log sum of exponentials: -inf where a block has no
       tile or none that a query sees. Without a tile the output is not written.
     """
-    blocks, per_page = jobs.row.shape[0], form.rows // KEYS
+    blocks, per_page = jobs.row.shape[0], page_rows // KEYS
     kind = q_latent.dtype if parts == 1 else jnp.float32
     numbers = jnp.stack([jobs.row, jobs.begin, jobs.shift, jobs.end, jobs.first, jobs.past])
     common = jnp.stack([jnp.asarray(layer, jnp.int32) * cache.shape[1], jnp.asarray(rank, jnp.int32)])
     factor = jnp.asarray(factor, jnp.float32).reshape(1)
     # Half planes of a page one after another, and its lines of position keys.
     halves = 2 * _PLANES + 1
-    cache = cache.reshape(-1, form.rows // 2, LANES)
+    cache = cache.reshape(-1, page_rows // 2, LANES)
 
     def mla_stretch(numbers, common, factor, table, q_latent, q_rope, cache, out, lse, *scratch):
         q_c, q_pe, latent, tail, p_shared, shared, queries_here, tile_here, p_here, used = scratch
@@ -115,13 +116,13 @@ def attend(
         def local(tile, axis):
             """Rows of the page that the keys of a tile are, along an axis."""
             key = along(axis)
-            key += jnp.where(key < _HALF, 0, form.rows // 2 - _HALF)
+            key += jnp.where(key < _HALF, 0, page_rows // 2 - _HALF)
             return jax.lax.rem(tile, per_page) * _HALF + key
 
         def kept(tile, past):
-            """Rows of a tile's page that lie below position `past`: positions rise along a page."""
-            within = past - jax.lax.div(tile, per_page) * (form.rows * shards)
-            return rows_before(jnp.clip(within, 0, form.rows * shards), own_rank, shards, interleave)
+            """Rows of a tile's page that lie below position `past`: positions rise along a sequence."""
+            before = rows_before(jnp.maximum(past, 0), own_rank, shards, interleave)
+            return jnp.clip(before - jax.lax.div(tile, per_page) * page_rows, 0, page_rows)
 
         def scores(tile, place, block):
             """In base 2; -inf where a query does not see a key."""
@@ -175,7 +176,7 @@ def attend(
             """Zero the rows of own planes that no query of the block sees, if there are any."""
             count = jnp.where(block != 0, kept(tile, end), 0)
 
-            @pl.when(count < (jax.lax.rem(tile, per_page) + 1) * _HALF + form.rows // 2)
+            @pl.when(count < (jax.lax.rem(tile, per_page) + 1) * _HALF + page_rows // 2)
             def _():
                 rows = across(local(tile, 0), 0, (KEYS, LANES))
                 for nth in range(_OWN):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.mla.pages import Pages
 from pallas_kernels.mla.stripe import rows_before
 from pallas_kernels.mla.visible import Visible
 from pallas_kernels.rows import RaggedRows, max_tiles, tiles, tokens
@@ -56,7 +55,7 @@ def work(
     rows: RaggedRows,
     count: int,
     heads: int,
-    form: Pages,
+    page: int,
     columns: int,
     shards: int,
     rank: Int32[Array, ""] | int,
@@ -66,6 +65,7 @@ def work(
     """Cut `count` packed tokens of `heads` heads into blocks.
 
     Args:
+      page: rows of a page.
       columns: C of the block table; at least 64 query rows are there.
     """
     wide = RaggedRows(rows.offset * heads, rows.length * heads, jnp.zeros_like(rows.start))
@@ -76,16 +76,15 @@ def work(
     own = (cut.first + cut.high - 1) // heads + shift
     end = own + 1 if visible.causal else (rows.start + rows.length)[cut.row]
 
-    block, per_page = form.rows * shards, form.rows // KEYS
-    column = (end - 1) // block
-    kept = rows_before(jnp.maximum(end - column * block, 0), rank, shards, interleave)
+    per_page = page // KEYS
+    kept = rows_before(jnp.maximum(end, 0), rank, shards, interleave)
     # A tile holds 32 rows of either half of a page.
-    past = column * per_page + jnp.minimum(per_page, (kept + KEYS // 2 - 1) // (KEYS // 2))
+    past = kept // page * per_page + jnp.minimum(per_page, (kept % page + KEYS // 2 - 1) // (KEYS // 2))
     past = jnp.where(cut.high > 0, jnp.minimum(past, columns * per_page), 0)
     first = jnp.zeros_like(past)
     if visible.window is not None:
         nearest = jnp.maximum(cut.first // heads + shift - visible.window + 1, 0)
-        first = jnp.minimum(nearest // block * per_page, past)
+        first = jnp.minimum(rows_before(nearest, rank, shards, interleave) // page * per_page, past)
 
     token = tokens(rows, count)
     within_row = token.within[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)

@@ -12,7 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.mla.pages import LANES, pages_of
-from pallas_kernels.mla.tpu.blocks import blocks_of, positions
+from pallas_kernels.mla.stripe import rows_before
+from pallas_kernels.mla.tpu.blocks import blocks_of, period, positions
 from pallas_kernels.mla.tpu.kernel import kernel
 from pallas_kernels.mla.tpu.plan import plan, units_of
 from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Shape
@@ -39,14 +40,16 @@ def _keep(piece: int, itemsize: int) -> Int32[Array, "pack twice_words 128"]:
 
 
 def _finite_behind(
-    ids: Int32[Array, "R C"], rows: RaggedRows, page: int
+    ids: Int32[Array, "R C"], rows: RaggedRows, end: Int32[Array, "R"], page: int
 ) -> tuple[Int32[Array, "R C"], Bool[Array, ""]]:
     """Block tables with a page that is written throughout behind the end of each row; without such a page, unchanged.
 
     So what is copied from behind the end is finite and need not be wiped. Returns also whether there is one.
+
+    Args:
+      end: cache rows that this rank has of each row.
     """
     column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
-    end = rows.start + rows.length
     full = (ids > 0) & ((column + 1) * page <= end[:, None]) & (rows.length > 0)[:, None]
     page_id = ids.ravel()[jnp.argmax(full.ravel())]
     some = jnp.any(full)
@@ -70,8 +73,8 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
         jax.ShapeDtypeStruct((count, tiles_of_heads, LANES), jnp.float32),
     )
     queries, stages = shape.queries, 2 * shape.slots + shape.spares
+    places = lanes // shape.buffers * blocks.pages * blocks.groups
     scratch = [
-        pltpu.VMEM((BUFFERS, lanes * blocks.pages * blocks.groups, blocks.piece, LANES), cache.dtype),
         pltpu.VMEM((lanes * BUFFERS, queries, shape.heads, shape.latent), query.dtype),
         pltpu.VMEM((lanes * BUFFERS, queries, 2, shape.heads, LANES), query.dtype),
         pltpu.VMEM((3 * lanes, rows, shape.latent), jnp.float32),
@@ -88,13 +91,14 @@ def _launch(query, tail, cache, table, factor, work, place, earlier, *, shape, v
         pltpu.SemaphoreType.DMA((lanes * BUFFERS,)),
         pltpu.SemaphoreType.DMA((3,)),
         pltpu.SemaphoreType.DMA(()),
+        *[pltpu.VMEM((BUFFERS, places, blocks.piece, LANES), cache.dtype)] * shape.buffers,
         *[pltpu.SMEM((lanes,), jnp.int32)] * 10,
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SMEM((BUFFERS,), jnp.int32),
         pltpu.SMEM((2 + 4 * (shape.slots + 1),), jnp.int32),
         pltpu.SMEM((5,), jnp.int32),
     ]
-    assert len(scratch) == 17 + len(Lanes._fields)
+    assert len(scratch) == 16 + shape.buffers + len(Lanes._fields)
     scalars = len(work)
 
     def body(*refs):
@@ -148,7 +152,6 @@ def mla_attention(
     count, heads, latent = q_latent.shape
     form = pages_of(cache, latent, q_rope.shape[-1])
     padded = -(-heads // 16) * 16
-    page_rows = form.rows
     if not fits(form, cache.dtype):
         raise ValueError(
             f"cache: got {cache.dtype} pages of {cache.shape[2:]}; the TPU kernel takes pages in planes, a multiple "
@@ -168,11 +171,13 @@ def mla_attention(
         (1, LANES), jnp.float32
     )
 
-    pool = cache.reshape(cache.shape[0] * cache.shape[1], 2 * latent // LANES + 1, page_rows // 2, LANES)
+    pages = cache.shape[1] * form.sections
+    pool = cache.reshape(cache.shape[0] * pages, 2 * latent // LANES + 1, form.section // 2, LANES)
+    table = form.section_table(jnp.clip(table, 0, cache.shape[1] - 1))
     lead = jnp.min(jnp.where(rows.length > 0, rows.offset, count))
     run = functools.partial(
-        _class, query, tail, pool, table, out_scale, rows, layer, page_rows=page_rows, pages=cache.shape[1],
-        shards=shards, rank=rank, interleave=interleave, visible=visible, lse=returns_lse, interpret=interpret,
+        _class, query, tail, pool, table, out_scale, rows, layer, page=form.section, pages=pages, shards=shards,
+        rank=rank, interleave=interleave, visible=visible, lse=returns_lse, interpret=interpret,
     )  # fmt: skip
     if query_tile <= 8:
         here = rows.length > 0
@@ -191,34 +196,36 @@ def mla_attention(
 
 
 def _class(
-    query, tail, pool, table, out_scale, rows, layer, here, lead, earlier, *, page_rows, pages, shards, rank,
-    interleave, visible, lse, interpret, queries, most, tiles, name,
+    query, tail, pool, table, out_scale, rows, layer, here, lead, earlier, *, page, pages, shards, rank, interleave,
+    visible, lse, interpret, queries, most, tiles, name,
 ):  # fmt: skip
     """The launch for the rows that are `here`."""
     count, heads, latent = query.shape
     size = pool.dtype.itemsize
     if tiles is None:
-        tiles, blocks = choose_tiles(heads, queries, latent, page_rows, pool.dtype)
+        tiles, blocks = choose_tiles(heads, queries, latent, page, pool.dtype)
     else:
-        blocks = blocks_of(page_rows, latent, tiles.keys, size)
+        blocks = blocks_of(page, latent, tiles.keys)
     vmem = vmem_bytes(tiles, blocks, heads, queries, latent, size)
     columns = table.shape[1]
     window = min(-(-columns // blocks.pages), _WINDOW // blocks.pages) * blocks.pages
     windows = -(-columns // window)
     shape = Shape(
         lanes=tiles.lanes, queries=queries, heads=heads, latent=latent, blocks=blocks, shards=shards,
-        visible=visible, groups=tiles.groups, window=window, splits=windows > 1 or blocks.parts > 1,
-        slots=tiles.slots, staggered=tiles.staggered, lse=lse, whole=tiles.whole and visible.window is None,
+        period=period(blocks, shards, interleave), visible=visible, groups=tiles.groups, window=window,
+        splits=windows > 1, slots=tiles.slots, staggered=tiles.staggered, lse=lse,
+        whole=tiles.whole and visible.window is None,
     )  # fmt: skip
     # Lanes read up to four blocks behind the last column of a window.
     width = -(-(window + 4 * blocks.pages) // LANES) * LANES
     null = jnp.asarray(layer, jnp.int32) * pages
-    ids = jnp.pad(jnp.clip(table, 0, pages - 1), ((0, 0), (0, windows * window - columns)))
+    ids = jnp.pad(table, ((0, 0), (0, windows * window - columns)))
     clean = jnp.asarray(False)
     if shape.whole:
-        ids, clean = _finite_behind(ids, rows, shape.page)
+        end = rows_before(rows.start + rows.length, rank, shards, interleave)
+        ids, clean = _finite_behind(ids, rows, end, page)
     units = units_of(rows, here, count, queries, most, blocks, table, shards, rank, interleave, visible)
-    work = plan(units, tiles.lanes, blocks, window, windows, width, tiles.slots, lead, null, clean)
+    work = plan(units, tiles.lanes, shape.buffers, blocks, window, windows, width, tiles.slots, lead, null, clean)
     scalars = 4 * (sum(field.size for field in work) + (2 * tiles.lanes + 1) * width)
     if scalars > SCALAR_BYTES:
         raise ValueError(

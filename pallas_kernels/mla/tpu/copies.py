@@ -15,19 +15,19 @@ from pallas_kernels.mla.tpu.state import Work
 class Copies(Work):
     """Fetching of blocks."""
 
-    def fetch(self, lane, slot, more) -> Any:
+    def fetch(self, lane, slot, more, part=None) -> Any:
         """Starts the copies of a lane's next block, if there are `more` steps; returns how many pages are counted.
+
+        part: of the lanes, for a lane that is traced.
 
         Counted, pages that are not to be read are copies of size 0, and the place for them keeps what it had, which is
         finite. Else all pages of the block come (`Shape.whole`), and `wipe` takes out what must not be multiplied.
         An interpreter has no copies of a size not known before; there they are predicated.
         """
         state, refs, blocks, whole = self.lanes, self.refs, self.shape.blocks, self.shape.whole
-        at = state.at[lane]
-        first, part = at, jnp.int32(0)
-        if blocks.parts > 1:
-            first = jax.lax.div(at, blocks.parts)
-            part = at - first * blocks.parts
+        first = state.at[lane]
+        part = lane // self.share if part is None else part
+        buffer, held = refs.buffers[part], lane - part * self.share
         came, there = 0, [more] * blocks.pages
         if not whole:
             came, there = self._counted(lane, first)
@@ -37,13 +37,10 @@ class Copies(Work):
             # Windows are wide enough for reading behind the last page: there are other ids, all of them in the pool.
             page = refs.ids[column]
             source = refs.cache.at[page, pl.ds(0, count)]
-            if blocks.parts > 1:
-                rows = pl.ds(pl.multiple_of(part * blocks.piece, blocks.piece), blocks.piece)
-                source = refs.cache.at[page, pl.ds(0, count), rows]
-            target = refs.buffer.at[slot, pl.ds(self.place(lane, i, 0), count)]
+            target = buffer.at[slot, pl.ds(self.place(held, i, 0), count)]
             copy = pltpu.make_async_copy(source, target, refs.arrived.at[slot])
             pl.when(there[i])(copy.start) if self.interpreted else copy.start()
-        state.at[lane] = at + blocks.pages
+        state.at[lane] = first + blocks.pages
         return came
 
     def _counted(self, lane, first) -> tuple[Any, list[Any]]:
@@ -62,22 +59,23 @@ class Copies(Work):
         fetched = self.lanes.fetched
         fetched[slot] = 0
 
-        def one(lane, carry):
-            fetched[slot] += self.fetch(lane, slot, more) * self.shape.blocks.groups
-            return carry
+        def one(part, lane):
+            fetched[slot] += self.fetch(part * self.share + lane, slot, more, part) * self.shape.blocks.groups
 
-        jax.lax.fori_loop(0, self.shape.lanes, one, None)
+        for part in range(self.shape.buffers):
+            jax.lax.fori_loop(0, self.share, lambda lane, _, part=part: one(part, lane), None)
 
     def take(self, slot) -> None:
         """Waits for a buffer to have what was sent for."""
         refs, groups = self.refs, self.shape.blocks.groups
 
         def wait(count):
-            some = refs.buffer.at[slot, pl.ds(0, count)]
-            pltpu.make_async_copy(some, some, refs.arrived.at[slot]).wait()
+            for buffer in refs.buffers:
+                some = buffer.at[slot, pl.ds(0, count)]
+                pltpu.make_async_copy(some, some, refs.arrived.at[slot]).wait()
 
         if self.shape.whole:
-            wait(refs.buffer.shape[1])
+            wait(refs.buffers[0].shape[1])
             return
         if not self.interpreted:
             wait(self.lanes.fetched[slot])
@@ -89,21 +87,20 @@ class Copies(Work):
 
         jax.lax.fori_loop(0, jax.lax.div(self.lanes.fetched[slot], groups), page, None)
 
-    def wipe(self, slot, event) -> None:
+    def wipe(self, part, slot, event) -> None:
         """Zeros behind the last row that the cache has, before the block is multiplied: 0 * NaN is NaN."""
-        lane, last, blocks, clean = event.lane, event.page, self.shape.blocks, self.plan.scalars[3]
-        part = self.split(self.lanes.block[lane])[1] if blocks.parts > 1 else 0
-        self._wipe_page(slot, lane, last, event.page_rows - part * blocks.piece)
+        lane, last, blocks, clean = event.lane - part * self.share, event.page, self.shape.blocks, self.plan.scalars[3]
+        self._wipe_page(self.refs.buffers[part], slot, lane, last, event.page_rows)
         if not self.shape.whole:
             return
 
         def behind(page, carry):
-            self.blank(slot, lane, page)
+            self.blank(self.refs.buffers[part], slot, lane, page)
             return carry
 
         jax.lax.fori_loop(last + 1, jnp.where(clean == 1, 0, blocks.pages), behind, None)
 
-    def _wipe_page(self, slot, lane, page, count):
+    def _wipe_page(self, buffer, slot, lane, page, count):
         """Keeps the first `count` rows of a page, whole words of the rows at a time."""
         refs, blocks = self.refs, self.shape.blocks
         pack, words = refs.keep.shape[0], refs.keep.shape[1] // 2
@@ -117,17 +114,17 @@ class Copies(Work):
         tails = jnp.where(jax.lax.broadcasted_iota(jnp.int32, first.shape, 1) < LANES // 2, first, second)
         for group in range(blocks.groups):
             place = self.place(lane, page, group)
-            rows = refs.buffer[slot, place]
+            rows = buffer[slot, place]
             words = pltpu.bitcast(rows, jnp.int32) & (
                 tails if group == blocks.groups - 1 else (first, second)[group % 2]
             )
-            refs.buffer[slot, place] = pltpu.bitcast(words, rows.dtype)
+            buffer[slot, place] = pltpu.bitcast(words, rows.dtype)
 
-    def blank(self, slot, lane, page) -> None:
+    def blank(self, buffer, slot, lane, page) -> None:
         """Zeros to a page of a block."""
-        refs, groups = self.refs, self.shape.blocks.groups
-        zeros = jnp.zeros((groups, *refs.buffer.shape[2:]), refs.buffer.dtype)
-        refs.buffer[slot, pl.ds(self.place(lane, page, 0), groups)] = zeros
+        groups = self.shape.blocks.groups
+        zeros = jnp.zeros((groups, *buffer.shape[2:]), buffer.dtype)
+        buffer[slot, pl.ds(self.place(lane, page, 0), groups)] = zeros
 
     def hide(self, slot) -> None:
         """Keys of null blocks, where a lane is at a unit that has some: not seen, and wiped."""
@@ -137,7 +134,7 @@ class Copies(Work):
         def lane(i, carry):
             @pl.when(state.row[i] >= 0)
             def _():
-                first = self.split(state.block[i])[0]
+                first = state.block[i] * blocks.pages
                 window = jax.lax.div(first, shape.window)
                 ids = refs.ids.at[pl.ds(spare, self.columns)]
                 copy = pltpu.make_async_copy(
@@ -150,7 +147,7 @@ class Copies(Work):
                     @pl.when(refs.ids[spare + first - window * shape.window + j] == self.plan.scalars[2])
                     def _():
                         refs.hidden[i] = jnp.where(refs.member[...] == j, plans.FAR, refs.hidden[i])
-                        self.blank(slot, i, j)
+                        self.where(i, lambda buffer, held: self.blank(buffer, slot, held, j))
 
                     return carry
 

@@ -14,12 +14,15 @@ from pallas_kernels.mla.tpu.state import Event
 class Changes(Outputs):
     """What happens now and then, ahead of the products or behind them."""
 
-    def at(self, cursor, step, body) -> Any:
-        """Runs body(event) for the events of a step; `cursor`, the next event and its step, comes back behind them."""
+    def at(self, cursor, step, body, field="step") -> Any:
+        """Runs body(event) for the events of a step; `cursor`, the next event and its step, comes back behind them.
+
+        field: what is compared with `step`, and stands in the cursor.
+        """
 
         def one(cursor):
             index, _ = cursor
-            following = self.plan.events[index + 1]
+            following = getattr(Event(self.plan.events, index + 1), field)
             body(Event(self.plan.events, index))
             return index + 1, following
 
@@ -27,12 +30,11 @@ class Changes(Outputs):
 
     def turn(self, event) -> None:
         """The lane fetches other blocks from now on, and the query that goes with them."""
-        if not self.shape.splits:
-            self._look(event)
+        self._look(event)
+        if self.shape.splits:
+            pl.when(event.next != plans.SAME)(lambda: self._ask(event))
+        else:
             self._ask(event)
-            return
-        pl.when(event.look == 1)(lambda: self._look(event))
-        pl.when(event.next != plans.SAME)(lambda: self._ask(event))
 
     def _look(self, event):
         """Page ids come from the window that was asked for, and the next one is."""

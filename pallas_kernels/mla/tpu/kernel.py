@@ -18,7 +18,7 @@ from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.copies import Copies
 from pallas_kernels.mla.tpu.events import Changes
 from pallas_kernels.mla.tpu.staggered import Staggered
-from pallas_kernels.mla.tpu.state import BUFFERS, Lanes, Refs, Shape
+from pallas_kernels.mla.tpu.state import BUFFERS, Event, Lanes, Refs, Shape
 
 
 class Kernel(Changes, Copies, Staggered):
@@ -57,7 +57,7 @@ class Kernel(Changes, Copies, Staggered):
 
         def place(i, carry):  # what no copy comes to is multiplied too
             for slot in range(BUFFERS):
-                self.blank(slot, 0, i)
+                self.blank(refs.buffers[0], slot, 0, i)
             return carry
 
         jax.lax.fori_loop(0, shape.lanes * shape.blocks.pages, place, None)
@@ -82,7 +82,7 @@ class Kernel(Changes, Copies, Staggered):
             turns = self.at(turns, s + 2, self.turn)
             self.drain_stages()
             self.take(slot)
-            self.at(changes, s + 1, lambda event: self.wipe(slot, event))
+            self.wipe_all(changes, s + 1, slot)
             self.hide(slot)
             self.advance(slot, jax.lax.rem(s + 2, BUFFERS), s + 2 < steps)
             self.send_listed()
@@ -116,6 +116,14 @@ class Kernel(Changes, Copies, Staggered):
 
         jax.lax.fori_loop(0, state.leaving[3], cleared, None)
 
+    def wipe_all(self, cursor, step, slot) -> None:
+        """Wipes what events of a step say, buffer by buffer."""
+        cursor = (cursor[0], Event(self.plan.events, cursor[0]).part)
+        for part in range(self.shape.buffers):
+            cursor = self.at(
+                cursor, step * self.shape.buffers + part, lambda event, part=part: self.wipe(part, slot, event), "part"
+            )
+
     def advance(self, slot, coming, more) -> None:
         """The straight-line code: blocks two steps on are sent for, ended units normalised, blocks multiplied."""
         fetched = []
@@ -135,8 +143,9 @@ def _tree(operation, values):
 
 
 def kernel(*refs, shape: Shape, interpreted: bool) -> None:
-    """See the module; `refs` are a plan, then `Refs` with `Lanes` spread out at its end."""
+    """See the module; `refs` are a plan, then `Refs` with buffers and `Lanes` spread out at its end."""
     count = len(plans.Plan._fields)
-    rest = len(Refs._fields) - 1
-    plan = plans.Plan(*refs[:count])
-    Kernel(shape, plan, Refs._make([*refs[count : count + rest], Lanes._make(refs[count + rest :])]), interpreted).run()
+    plan, rest = plans.Plan(*refs[:count]), refs[count:]
+    single = len(Refs._fields) - 2
+    buffers, state = rest[single : single + shape.buffers], Lanes._make(rest[single + shape.buffers :])
+    Kernel(shape, plan, Refs._make([*rest[:single], buffers, state]), interpreted).run()

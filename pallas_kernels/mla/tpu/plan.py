@@ -59,17 +59,16 @@ class Units(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What changes in a lane, sorted by step; the last is never reached. A field of all events lies together.
+    """What changes in a lane, sorted by step and lane; the last is never reached. A field of all events lies together.
 
     Attributes:
       step: the first in which it holds.
+      part: that times the number of buffers, and the buffer of the lane.
       lane: whose.
       next: SAME, OTHER or NOTHING.
-      look: 1 if page ids come from another window of the table now.
-      following, room: row of the table of windows that the lane's next event with `look` takes them from, and where in
-        `ids` that goes.
-      at, low, last: next block (its column where pages are no larger than blocks), and first and last column that are
-        read, as places in `ids`.
+      following, room: row of the table of windows that the lane's next event takes page ids from, and where in `ids`
+        that goes.
+      at, low, last: column of the next block, and first and last column that are read, as places in `ids`.
       block, position, end, token, tokens: of the unit; see `Units`.
       query: place of the unit's query.
       acc: its accumulator; the one before is that with the last bit inverted.
@@ -84,9 +83,9 @@ class Events(NamedTuple):
     """
 
     step: Int32[Array, "E"]
+    part: Int32[Array, "E"]
     lane: Int32[Array, "E"]
     next: Int32[Array, "E"]
-    look: Int32[Array, "E"]
     following: Int32[Array, "E"]
     room: Int32[Array, "E"]
     at: Int32[Array, "E"]
@@ -161,24 +160,29 @@ def units_of(
     used = grid.high > 0
     end = (rows.start + rows.length)[grid.row]
     past = grid.position + grid.high if visible.causal else end
-    page, columns = blocks.rows * shards, table.shape[1]
-    seen = jnp.clip((past + page - 1) // page, 1, columns)
-    near = 0 if visible.window is None else jnp.clip(grid.position - visible.window + 1, 0, None)
+    page, columns = blocks.rows, table.shape[1]
+
+    def before(position):
+        """Rows that this rank has of the first positions of a sequence."""
+        return stripe.rows_before(jnp.maximum(position, 0), rank, shards, interleave)
+
+    seen = jnp.clip((before(past) + page - 1) // page, 1, columns)
+    near = 0 if visible.window is None else before(grid.position - visible.window + 1)
     low = jnp.minimum(near // page + jnp.zeros_like(seen), seen - 1)
-    first = low * blocks.parts // blocks.pages
-    last = (seen * blocks.parts + blocks.pages - 1) // blocks.pages
+    first = low // blocks.pages
+    last = (seen + blocks.pages - 1) // blocks.pages
     # Per row first: a table is larger than the number of its rows.
     column = jnp.arange(columns, dtype=jnp.int32)[None, :]
-    needed = (rows.start + rows.length + page - 1)[:, None] // page
-    begun = 0 if visible.window is None else (jnp.maximum(rows.start - visible.window + 1, 0) // page)[:, None]
+    needed = (before(rows.start + rows.length) + page - 1)[:, None] // page
+    begun = 0 if visible.window is None else (before(rows.start - visible.window + 1) // page)[:, None]
     nulls = jnp.any((table == 0) & (column < needed) & (column >= begun), axis=1)
     # Columns behind the table are null blocks, and the last block of keys may reach into them.
     nulls |= needed[:, 0] > columns
     behind = grid.first + grid.high
     ends = behind == (rows.offset + rows.length)[grid.row]
     gap = jnp.where(ends, next_present(rows, count)[grid.row] - behind, 0)
-    final = jnp.clip((end + page - 1) // page, 1, columns) - 1
-    written = stripe.rows_before(jnp.clip(end - final * page, 0, page), rank, shards, interleave)
+    final = jnp.clip((before(end) + page - 1) // page, 1, columns) - 1
+    written = jnp.clip(before(end) - final * page, 0, page)
     return Units(
         grid.first, grid.high, grid.position, end, first, jnp.where(used, last - first, 0), seen - 1,
         jnp.where(used, gap, 0), grid.row, low, nulls[grid.row].astype(jnp.int32), final, written,
@@ -204,6 +208,7 @@ def _left(some: Bool[Array, "E"], unit: Bool[Array, "E"], lane: Int32[Array, "E"
 def plan(
     units: Units,
     lanes: int,
+    buffers: int,
     blocks: Blocks,
     window: int,
     windows: int,
@@ -216,6 +221,7 @@ def plan(
     """The plan.
 
     Args:
+      buffers: parts of the lanes with a buffer each.
       window: columns in one window of the block table.
       windows: of a row of the table.
       width: of a window in `ids`.
@@ -225,7 +231,7 @@ def plan(
       clean: whether pages behind the end of a row need not be wiped.
     """
     count = units.blocks.shape[0]
-    held = window // blocks.pages * blocks.parts  # blocks of a window
+    held = window // blocks.pages  # blocks of a window
     ends = jnp.cumsum(units.blocks, dtype=jnp.int32)
     base, total = ends - units.blocks, ends[-1]
     each = jnp.arange(lanes + 1, dtype=jnp.int32)
@@ -241,19 +247,15 @@ def plan(
     def joined(*parts):
         return jnp.concatenate([jnp.asarray(p, jnp.int32).ravel() for p in parts])
 
-    # Where something may change, by item of the line: units begin and enter windows of the table, parts of a unit's
-    # last page have been worked on, lanes begin (inside a unit) and end.
+    # Where something may change, by item of the line: units begin and enter windows of the table, lanes begin (inside a
+    # unit) and end.
     edge = jnp.arange(windows, dtype=jnp.int32)[None, :] * held
     enters = jnp.where(edge <= units.first[:, None], 0, edge - units.first[:, None])
     new = ((edge == 0) | (edge > units.first[:, None])) & (enters < units.blocks[:, None])
-    part = jnp.arange(1, blocks.parts, dtype=jnp.int32)[None, :]
-    inner = (units.blocks > 0)[:, None] & (part > 0)
-    item = jnp.concatenate([base[:, None] + enters, ends[:, None] - part], axis=1)
+    item = base[:, None] + enters
     unit = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[:, None], item.shape)
-    begins = jnp.broadcast_to(jnp.arange(item.shape[1]) == 0, item.shape)
-    looks = jnp.broadcast_to(jnp.arange(item.shape[1]) < windows, item.shape)
-    new = jnp.concatenate([new, inner], axis=1).ravel()
-    item, unit, begins, looks = item.ravel(), unit.ravel(), begins.ravel(), looks.ravel()
+    begins = jnp.broadcast_to(jnp.arange(windows) == 0, item.shape)
+    item, unit, begins, new = item.ravel(), unit.ravel(), begins.ravel(), new.ravel()
     lane = lane_of(item)
     new &= begins | (item != begin[lane])
 
@@ -264,7 +266,7 @@ def plan(
     step = joined(jnp.where(new, item - begin[lane], _NEVER), jnp.where(resumes, 0, _NEVER), stop - begin, [_NEVER])
     unit, lane = joined(unit, entered, entered, [0]), joined(lane, index, index, [0])
     item = joined(item, begin, stop, [0])
-    other, looks = joined(begins, everybody, nobody, [0]) > 0, joined(looks, everybody, everybody, [1]) > 0
+    other = joined(begins, everybody, nobody, [0]) > 0
     idle = joined(jnp.zeros(new.shape[0], bool), nobody, everybody, [0]) > 0
 
     before = jnp.maximum(item - 1, 0)
@@ -275,27 +277,24 @@ def plan(
     complete = ends[old] == item
     block = units.first[unit] + item - base[unit]
     old_block = units.first[old] + before - base[old]
-    page_place = units.last[old] - old_block * blocks.pages // blocks.parts
+    page_place = units.last[old] - old_block * blocks.pages
     dirty = has_old & (page_place >= 0) & (page_place < blocks.pages)
     place = jnp.clip(block // held, 0, windows - 1)
     row = units.row[unit] * windows
     source = jnp.where(idle, 0, row + place)
     # A lane asks for its next window when it takes one up; its last event is that it has nothing to do.
     by_lane = jnp.lexsort((step, lane))
-    index = jnp.arange(step.shape[0], dtype=jnp.int32)
-    ahead = jax.lax.cummin(jnp.where(looks[by_lane], index, index[-1]), reverse=True)
-    ahead = jnp.append(ahead[1:], index[-1])
-    following = jnp.zeros_like(step).at[by_lane].set(source[by_lane[ahead]])
+    following = jnp.zeros_like(step).at[by_lane[:-1]].set(source[by_lane[1:]])
     starts = by_lane[jnp.searchsorted(lane[by_lane], jnp.arange(lanes, dtype=jnp.int32))]
     # Places that a lane takes in turn: two for windows and accumulators, three for queries.
     turns = (
         jnp.zeros((2, step.shape[0]), jnp.int32)
         .at[:, by_lane]
-        .set(_earlier(jnp.stack([looks, other | idle])[:, by_lane], lane[by_lane]))
+        .set(_earlier(jnp.stack([step >= 0, other | idle])[:, by_lane], lane[by_lane]))
     )
     now, later = ((2 * lane + (turns[0] + i) % 2) * width for i in (1, 0))
     finish = done & complete & ~resumed
-    order = jnp.argsort(step, stable=True)
+    order = jnp.lexsort((lane, step))
     ended = _earlier(finish[order][None], step[order])[0]
     slot, listed = (jnp.zeros_like(step).at[order].set(jnp.minimum(n, slots)) for n in (ended, ended + finish[order]))
     slot = jnp.where(finish, slot, slots)
@@ -305,12 +304,12 @@ def plan(
     nulls = jnp.zeros_like(step).at[order].set(jnp.cumsum(change[order], dtype=jnp.int32))
     events = Events(
         step=step,
+        part=jnp.where(step < _NEVER, step * buffers + lane // (lanes // buffers), _NEVER),
         lane=lane,
         next=jnp.where(idle, NOTHING, jnp.where(other, OTHER, SAME)),
-        look=looks.astype(jnp.int32),
         following=jnp.where(idle, 0, following),
         room=later,
-        at=jnp.where(idle, 0, (block - place * held) * blocks.pages) + now * blocks.parts,
+        at=jnp.where(idle, 0, (block - place * held) * blocks.pages) + now,
         low=units.low[unit] - place * window + now,
         last=jnp.where(idle, -FAR, jnp.minimum(units.column[unit] - place * window, window - 1) + now),
         block=block,

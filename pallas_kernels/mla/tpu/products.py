@@ -12,6 +12,9 @@ from pallas_kernels.mla.pages import LANES
 from pallas_kernels.mla.tpu.outputs import UNSEEN, wide
 from pallas_kernels.mla.tpu.state import Work
 
+# Share of the lanes whose copies are written with the weights where lanes have several buffers; measured.
+_NEAR = 5 / 8
+
 
 class Products(Work):
     """The straight-line code."""
@@ -19,30 +22,40 @@ class Products(Work):
     def multiply(self, slot, beside) -> None:
         """All lanes through one block each.
 
-        `beside(lane)` is written with the weights of the lane, where nothing of the buffers is read: copies that begin
-        there are in the way of no load.
+        `beside(lane)` starts copies, and the compiler keeps loads of a buffer behind copies into it. So it is written
+        with the weights, where no buffer is read. Where lanes have several buffers, a part of it stands with products
+        of other lanes, since scalar work takes longer than the weights.
         """
         shape = self.shape
         each = shape.lanes // shape.groups
         parts = [range(g * each, (g + 1) * each) for g in range(shape.groups)]
         scores: dict[int, Any] = {}
         weights: dict[int, Any] = {}
+        near = round(each * _NEAR) if shape.buffers > 1 else each
 
         def weigh(part):
             for lane in part:
-                beside(lane)
+                if lane % each < near:
+                    beside(lane)
                 weights[lane] = self.weigh(lane, scores.pop(lane))
+
+        def ahead(lane):
+            if lane < shape.lanes and lane % each >= near:
+                beside(lane)
 
         for lane in parts[0]:
             scores[lane] = self.scores(slot, lane)
+            ahead(lane + each)
         weigh(parts[0])
         for earlier, part in itertools.pairwise(parts):
             for done, lane in zip(earlier, part, strict=True):
                 self.values(slot, done, *weights.pop(done))
                 scores[lane] = self.scores(slot, lane)
+                ahead(lane + each)
             weigh(part)
-        for lane in parts[-1]:
+        for first, lane in zip(parts[0], parts[-1], strict=True):
             self.values(slot, lane, *weights.pop(lane))
+            ahead(first)
 
     def rows(self, x) -> Any:
         """Rows as they enter products; the interpreter of some platforms has no mixed ones."""
@@ -50,11 +63,11 @@ class Products(Work):
 
     def _latent(self, slot, lane):
         """[keys, L] latents of a block, put together from its planes."""
-        refs, blocks = self.refs, self.shape.blocks
+        (buffer, lane), blocks = self.held(lane), self.shape.blocks
         planes = []
         for plane in range(self.shape.latent // LANES):
             places = [self.place(lane, i, 2 * plane + half) for half in range(2) for i in range(blocks.pages)]
-            halves = [refs.buffer[slot, place] for place in places]
+            halves = [buffer[slot, place] for place in places]
             planes.append(jnp.concatenate(halves, axis=0))
         return self.rows(jnp.concatenate(planes, axis=1))
 
@@ -65,7 +78,8 @@ class Products(Work):
         place = state.query[lane]
         query = refs.queries[place].reshape(rows, shape.latent)
         tail = jnp.concatenate([refs.tails[place, :, half].reshape(rows, LANES) for half in range(2)], axis=0)
-        pages = [refs.buffer[slot, self.place(lane, i, blocks.groups - 1)] for i in range(blocks.pages)]
+        buffer, held = self.held(lane)
+        pages = [buffer[slot, self.place(held, i, blocks.groups - 1)] for i in range(blocks.pages)]
         tails = jnp.concatenate(pages, axis=0)
         score = dot(query, self._latent(slot, lane), 1)
         both = dot(tail, self.rows(tails), 1)
@@ -83,13 +97,15 @@ class Products(Work):
         """[1, keys] for each token of a unit: 0 for keys that it sees, far below for others. The lane goes on."""
         refs, shape, state = self.refs, self.shape, self.lanes
         visible = shape.visible
-        first, part = self.split(state.block[lane])
+        block = state.block[lane]
         state.block[lane] += 1
-        place = refs.place[part] + refs.hidden[lane]
+        turn: Any = 0 if shape.period == 1 else jax.lax.rem(block, shape.period)
+        first = (block - turn) * shape.span
+        place = refs.place[turn] + refs.hidden[lane]
         found = []
         for token in range(shape.queries):
-            own = state.position[lane] - first * shape.page + token
-            seen = place <= own if visible.causal else place < state.end[lane] - first * shape.page
+            own = state.position[lane] - first + token
+            seen = place <= own if visible.causal else place < state.end[lane] - first
             if visible.window is not None:
                 seen &= place > own - visible.window
             found.append(jnp.where(seen, 0.0, UNSEEN))

@@ -62,7 +62,8 @@ class Staggered(Products):
     def _groups(self, slot, lane, groups):
         """[rows, 128] of groups of all pages of a block, one group below the other."""
         pages = range(self.shape.blocks.pages)
-        rows = [self.refs.buffer[slot, self.place(lane, i, group)] for group in groups for i in pages]
+        buffer, lane = self.held(lane)
+        rows = [buffer[slot, self.place(lane, i, group)] for group in groups for i in pages]
         return self.rows(jnp.concatenate(rows, axis=0))
 
     def _half_scores(self, slot, lane, half) -> jax.Array:

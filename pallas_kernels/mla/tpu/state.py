@@ -1,9 +1,11 @@
 """What the parts of the kernel share: static sizes, the refs of a call, state in scalar memory, an event."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.mla.tpu import plan as plans
 from pallas_kernels.mla.tpu.blocks import Blocks
@@ -23,6 +25,7 @@ class Shape:
       latent: L.
       blocks: the cut of the keys.
       shards: ranks that the token axis is striped over.
+      period: `blocks.period`.
       visible: what a query sees.
       groups: in how many parts lanes go through the stages; with more than one the products of scores of a part stand
         between the products of values of the part before.
@@ -40,6 +43,7 @@ class Shape:
     latent: int
     blocks: Blocks
     shards: int
+    period: int
     visible: Visible
     groups: int
     window: int
@@ -55,22 +59,27 @@ class Shape:
         return self.queries * self.heads
 
     @property
+    def buffers(self) -> int:
+        """Parts of the lanes with buffers of their own: copies into those of one are in no way of loads of another."""
+        return self.groups if self.whole else 1
+
+    @property
     def spares(self) -> int:
         """Stages of units finished on their own: as many as may end in two steps."""
         return 2 * self.lanes
 
     @property
-    def page(self) -> int:
-        """Positions of a column of the block table."""
-        return self.blocks.rows * self.shards
+    def span(self) -> int:
+        """Positions from a block to the next, on all ranks."""
+        return self.blocks.keys * self.shards
 
 
 class Lanes(NamedTuple):
     """State in scalar memory, [lanes] each unless said otherwise.
 
-    Fetching, two steps ahead: next block (its column where pages are no larger than blocks), first and last column to
-    read, all as places in `ids`. Working: block, position of the unit's first token, end of its row, the query's place,
-    the accumulator, the one before, and where the unit's row of the table begins if it has null blocks.
+    Fetching, two steps ahead: column of the next block, first and last column to read, all as places in `ids`. Working:
+    block, position of the unit's first token, end of its row, the query's place, the accumulator, the one before, and
+    where the unit's row of the table begins if it has null blocks.
     """
 
     at: Any
@@ -98,12 +107,11 @@ class Refs(NamedTuple):
     tail: Any  # HBM [T, 2, N, 128]: [q_pe | 0] and [0 | q_pe]
     table: Any  # HBM [windows of all rows, 1, columns of a window, padded] pages of the pool
     cache: Any  # HBM [layers B, groups, n / 2, 128]
-    place: Any  # VMEM [parts, 1, keys] positions of keys within a block
+    place: Any  # VMEM [period, 1, keys] positions of the keys of the first blocks
     member: Any  # VMEM [1, keys] index of the page a key is in
     keep: Any  # VMEM [rows of a word, 2 words of a piece, 128] int32: all bits, then those of the first rows, then none
     out: Any  # HBM [T, N, L]
     lse: Any  # HBM [T, N' / 128, 128]
-    buffer: Any  # VMEM [BUFFERS, lanes * pages * groups, piece, 128]
     queries: Any  # VMEM [lanes * BUFFERS, Q, N, L]
     tails: Any  # VMEM [lanes * BUFFERS, Q, 2, N, 128]
     acc: Any  # VMEM [3 lanes, Q N, L] fp32: two for each lane in turn, then what lanes keep of units
@@ -120,6 +128,7 @@ class Refs(NamedTuple):
     asked: Any  # DMA [lanes * BUFFERS]
     left: Any  # DMA [3]
     cleared: Any  # DMA []
+    buffers: Any  # for each part of the lanes that has one, VMEM [BUFFERS, its lanes * pages * groups, piece, 128]
     lanes: Lanes
 
 
@@ -152,14 +161,24 @@ class Work:
 
         jax.lax.fori_loop(0, count, one, None)
 
-    def split(self, block) -> tuple[Any, Any]:
-        """First column of a block, and which part of its page it is."""
-        blocks = self.shape.blocks
-        if blocks.parts == 1:
-            return block * blocks.pages, 0
-        column = jax.lax.div(block, blocks.parts)
-        return column, block - column * blocks.parts
+    @property
+    def share(self) -> int:
+        """Lanes of a buffer."""
+        return self.shape.lanes // self.shape.buffers
+
+    def held(self, lane: int) -> tuple[Any, int]:
+        """The buffer of a lane, and which one of those in it it is."""
+        return self.refs.buffers[lane // self.share], lane % self.share
+
+    def where(self, lane, body) -> None:
+        """body(buffer, lane in it) for a traced lane."""
+        if len(self.refs.buffers) == 1:
+            body(self.refs.buffers[0], lane)
+            return
+        for part, buffer in enumerate(self.refs.buffers):
+            mine = (lane >= part * self.share) & (lane < (part + 1) * self.share)
+            pl.when(mine)(functools.partial(body, buffer, lane - part * self.share))
 
     def place(self, lane, page, group) -> Any:
-        """Where a group of a page lies in a buffer."""
+        """Where a group of a page lies in a buffer, by the number of the lane in it."""
         return (lane * self.shape.blocks.pages + page) * self.shape.blocks.groups + group

@@ -34,7 +34,8 @@ class Tiles(NamedTuple):
 # By rows of queries in a unit, heads times tokens, up to which they hold: by chip generation and bytes of a cached
 # value, and for chips that nothing was measured for. Chosen by replayed schedules for one, four and eight tokens of
 # 64 heads; docs/13-mla-kernels.md has what each costs.
-_FOUR_TOKENS, _EIGHT_TOKENS = Tiles(8, 512, 1, 1, staggered=True), Tiles(3, 512, 1, 0, staggered=True)
+_FOUR_TOKENS = Tiles(8, 512, 1, 1, staggered=True, whole=True)
+_EIGHT_TOKENS = Tiles(3, 512, 1, 0, staggered=True)
 _MEASURED: dict[int, dict[tuple[int, int] | None, Tiles]] = {
     64: {
         (6, 2): Tiles(8, 512, 1),
@@ -50,12 +51,16 @@ _MEASURED: dict[int, dict[tuple[int, int] | None, Tiles]] = {
         (7, 1): Tiles(16, 512, 2, whole=True),
         None: Tiles(8, 512, 1),
     },
-    256: dict.fromkeys([(6, 2), (6, 1), (7, 2), (7, 1), None], _FOUR_TOKENS),
+    256: {
+        **dict.fromkeys([(6, 2), (6, 1)], _FOUR_TOKENS._replace(lanes=12)),
+        **dict.fromkeys([(7, 2), (7, 1)], _FOUR_TOKENS),
+        None: _FOUR_TOKENS._replace(whole=False),
+    },
     512: dict.fromkeys([(6, 2), (6, 1), (7, 2), (7, 1), None], _EIGHT_TOKENS),
 }
 
 # Rows of the products times lanes: beyond, code and accumulators grow and nothing is left to hide.
-_MOST_ROWS = {64: 1536, 128: 1024, 256: 2048, 512: 1536}
+_MOST_ROWS = {64: 1536, 128: 1024, 256: 3072, 512: 1536}
 # Copies written out in a step; small pages need many.
 _MOST_COPIES = 192
 # Scalar memory is 1 MiB on every chip; events and windows of the block table may take this much.
@@ -74,7 +79,7 @@ def generation() -> int:
 def fits(form: Pages, dtype: DTypeLike) -> bool:
     """Whether the kernel takes such pages of such a type, on the chip that is compiled for."""
     missing = generation() == 7 and dtype == jnp.float8_e4m3b11fnuz
-    return form.planes and form.rows % 16 == 0 and dtype in _TYPES and not missing
+    return form.planes and form.section % 16 == 0 and dtype in _TYPES and not missing
 
 
 def _vmem() -> int:
@@ -84,7 +89,7 @@ def _vmem() -> int:
 
 
 def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dtype) -> tuple[Tiles, Blocks]:
-    """Tiles and blocks for units of `queries` tokens over pages of `rows` rows."""
+    """Tiles and blocks for units of `queries` tokens over pages, or sections of them, of `rows` rows."""
     size = jnp.dtype(dtype).itemsize
     wide = heads * queries
     kind = next((most for most in _MEASURED if wide <= most), max(_MEASURED))
@@ -94,7 +99,7 @@ def choose_tiles(heads: int, queries: int, latent: int, rows: int, dtype: jnp.dt
     while lanes > 1 and (lanes * wide > _MOST_ROWS[kind] or lanes * copies > _MOST_COPIES):
         lanes //= 2
     tiles = found._replace(lanes=lanes, groups=min(found.groups, lanes))
-    return tiles, blocks_of(rows, latent, tiles.keys, size)
+    return tiles, blocks_of(rows, latent, tiles.keys)
 
 
 def vmem_bytes(tiles: Tiles, blocks: Blocks, heads: int, queries: int, latent: int, size: int) -> int:
@@ -109,7 +114,7 @@ def vmem_bytes(tiles: Tiles, blocks: Blocks, heads: int, queries: int, latent: i
     query = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 2
     accumulators = 3 * tiles.lanes * wide * (latent + 2 * LANES) * 4
     stages = 2 * (tiles.slots + tiles.lanes) * queries * (heads * latent * 2 + 8 * spread * 4)
-    constants = blocks.parts * blocks.keys * (6 * LANES + 64)
+    constants = blocks.keys * (6 * LANES + 64)
     total = buffers + query + accumulators + stages + constants + _SPARE
     most = _vmem()
     if total > most:

@@ -1,12 +1,12 @@
 """Row writes into pages in planes, on TPU.
 
 The rows of a token are one sublane of five tiles of a page, and memory is written a tile at a time. So the unit of
-work is a *patch*: the tiles that hold 8 rows of each half of a page, [9 half-planes, 8, 128], since the tails of both
-halves share a tile. A page seen as [9, n / 2, 128] makes a patch one rectangle: one copy in, the new rows put over it,
-one copy out. New tokens come by in chunks; patches of a chunk are all different, so any number may be on their way, and
-before the next chunk begins all of them are home. They are worked on in groups of 8: what a copy costs is scalar work,
-which straight-line code for a group and one wait for its copies keep small. Decode has one new row in each patch;
-a group of such patches has its rows put without a branch.
+work is a *patch*: the tiles that hold 8 rows of each half of a page, or of a section of one (`mla.pages`),
+[9 half-planes, 8, 128], since the tails of both halves share a tile. A section of n rows seen as [9, n / 2, 128] makes
+a patch one rectangle: one copy in, the new rows put over it, one copy out. New tokens come by in chunks; patches of a
+chunk are all different, so any number may be on their way, and before the next chunk begins all of them are home. They
+are worked on in groups of 8: what a copy costs is scalar work, which straight-line code for a group and one wait for
+its copies keep small. Decode has one new row in each patch; a group of such patches has its rows put without a branch.
 
 Values are moved as bits: a patch is taken for int32 words that hold 1, 2 or 4 rows each, and a row is shifted
 and masked into its word. So types the core can't compute with cost the same.
@@ -40,15 +40,17 @@ class Patches(NamedTuple):
     """The patches of a chunk, [M] each; those to be written come first.
 
     Attributes:
-      block: id in the pool.
-      group: first row of its rows in a half page.
-      base: index in the chunk of the token that the first position of the block would have.
+      block: section in the pool.
+      group: first of its rows in a half of the section.
+      row: that one in the first half, counted from the beginning of its sequence on this rank.
+      base: index in the chunk of the token that the first position of the sequence would have.
       low, high: [low, high) of its 8 rows in the first half that are written.
       low2, high2: the same in the second half.
     """
 
     block: Int32[Array, "M"]
     group: Int32[Array, "M"]
+    row: Int32[Array, "M"]
     base: Int32[Array, "M"]
     low: Int32[Array, "M"]
     high: Int32[Array, "M"]
@@ -76,7 +78,12 @@ def patches_of(
     """Patches that the tokens [begin, begin + chunk) of the packed axis fall into, and how many they are.
 
     Groups of 8 rows are listed in order. One of a second half page is left to its partner in the first
-    half where that one is listed too. Null blocks and ids outside the pool of `blocks` are left out.
+    half where that one is listed too. Null blocks and those outside the pool are left out.
+
+    Args:
+      table: of sections.
+      blocks: sections of a layer.
+      n: rows of a section.
     """
     most, half = most_patches(chunk, table.shape[0]), n // 2 // GROUP
     skipped = jnp.clip(begin - rows.offset, 0, rows.length)
@@ -96,13 +103,14 @@ def patches_of(
     partner_listed = (within >= half) & (at - half >= low[row])
     block = table[row, jnp.minimum(column, table.shape[1] - 1)]
     group = within % half * GROUP
+    local = column * n + group
 
     def clipped(bound: Any, side: int) -> Any:
-        return jnp.clip(bound[row] - column * n - side * (n // 2) - group, 0, GROUP)
+        return jnp.clip(bound[row] - local - side * (n // 2), 0, GROUP)
 
-    base = rows.offset[row] - begin + column * (n * shards) - rows.start[row]
+    base = rows.offset[row] - begin - rows.start[row]
     found = Patches(
-        block, group, base, clipped(first, 0), clipped(end, 0), clipped(first, 1), clipped(end, 1)
+        block, group, local, base, clipped(first, 0), clipped(end, 0), clipped(first, 1), clipped(end, 1)
     )  # fmt: skip
     wanted = listed & ~partner_listed & (column < table.shape[1]) & (block > 0) & (block < blocks)
     order = jnp.argsort(~wanted, stable=True)
@@ -113,8 +121,8 @@ class Lists(NamedTuple):
     """Patches as the kernel reads them, [chunks * M'] each but the last.
 
     Attributes:
-      block: page of all layers.
-      group, base: as in `Patches`.
+      block: section of all layers.
+      group, row, base: as in `Patches`.
       ranges: low, high, low2, high2, a byte each from the lowest.
       token: in the chunk, of its first row.
       first: where that row goes: a byte each for its 32-bit word among the words of first halves (255: not there),
@@ -124,6 +132,7 @@ class Lists(NamedTuple):
 
     block: Int32[Array, "M"]
     group: Int32[Array, "M"]
+    row: Int32[Array, "M"]
     base: Int32[Array, "M"]
     ranges: Int32[Array, "M"]
     token: Int32[Array, "M"]
@@ -135,7 +144,7 @@ def _listed(
     patches: Patches, total: Int32[Array, "chunks"], page: Int32[Array, ""], *, n: int, width: int, shards: int,
     rank: Int32[Array, ""] | int, interleave: int,
 ) -> Lists:  # fmt: skip
-    """Lists with room for the groups that are sent for ahead; `page` is the first of the layer."""
+    """Lists with room for the groups that are sent for ahead; `page` is the first section of the layer."""
     most = patches.block.shape[1]
     room = (-(-most // TOGETHER) + AHEAD) * TOGETHER
     patches = Patches(*(jnp.pad(field, ((0, 0), (0, room - most))) for field in patches))
@@ -143,14 +152,15 @@ def _listed(
     rows = patches.high - patches.low + patches.high2 - patches.low2
     second = (patches.high == patches.low).astype(jnp.int32)
     at = jnp.where(second == 1, patches.low2, patches.low)
-    row = second * (n // 2) + patches.group + at
+    row = second * (n // 2) + patches.row + at
     token = patches.base + stripe.position_in_block(row, rank, shards, interleave)
     word = at * width // 32
     first = jnp.where(second == 1, 255 | word << 8, word | 255 << 8) | at * width % 32 << 16
     ranges = patches.low | patches.high << 8 | patches.low2 << 16 | patches.high2 << 24
     several = jnp.any((there & (rows > 1)).reshape(len(total), -1, TOGETHER), axis=2)
     lists = (
-        patches.block + page, patches.group, patches.base, ranges, jnp.where(there, token, 0), first, several
+        patches.block + page, patches.group, patches.row, patches.base, ranges, jnp.where(there, token, 0), first,
+        several,
     )  # fmt: skip
     return Lists(*(field.astype(jnp.int32).ravel() for field in lists))
 
@@ -159,7 +169,7 @@ def _kernel(
     lists: Any, count: Any, rank_of: Any, bits: Any, _: Any, pool: Any, tiles: Any, arrived: Any, left: Any,
     *, n: int, shards: int, interleave: int, width: int, long_rows: bool, interpreted: bool,
 ) -> None:  # fmt: skip
-    """lists: SMEM, `Lists`; rank_of: SMEM [1]; pool: [pages, 9, n / 2, 128]; tiles: [PLACES, TOGETHER * 9, 8, 128]."""
+    """lists: `Lists`, rank_of: [1], in SMEM; pool: [sections, 9, n / 2, 128]; tiles: [PLACES, TOGETHER * 9, 8, 128]."""
     chunk, rank = pl.program_id(0), rank_of[0]
     total, per_word = count[chunk], 32 // width
     room = lists.block.shape[0] // pl.num_programs(0)
@@ -225,10 +235,10 @@ def _kernel(
     def put(which: Any, j: Any) -> None:
         """All rows of a patch."""
         at = chunk * room + which * TOGETHER + j
-        place, group, base, ranges = which & (PLACES - 1), lists.group[at], lists.base[at], lists.ranges[at]
+        place, first, base, ranges = which & (PLACES - 1), lists.row[at], lists.base[at], lists.ranges[at]
 
         def one(half: int, at: Any) -> None:
-            row = half * (n // 2) + group + at
+            row = half * (n // 2) + first + at
             token = base + stripe.position_in_block(row, rank, shards, interleave)
             shift = (at & (per_word - 1)) * width
             mask = jnp.where(word == at // per_word, jnp.int32(ones) << shift, 0)
@@ -243,7 +253,7 @@ def _kernel(
 
         def whole(half: int) -> None:
             """All 8 rows, whose tokens are evenly spaced."""
-            token = base + stripe.position_in_block(half * (n // 2) + group, rank, shards, interleave)
+            token = base + stripe.position_in_block(half * (n // 2) + first, rank, shards, interleave)
             for plane in range(planes + 1):
                 every = [pl.ds(token + k * step, GROUP // per_word, per_word * step) for k in range(per_word)]
                 parts = [bits[tokens, pl.ds(plane, 1)].reshape(shape) << k * width for k, tokens in enumerate(every)]
@@ -303,12 +313,13 @@ def mla_write(
       ValueError: pages without planes, or whose halves are not whole groups of 8 rows, or more tokens than
         have room in scalar memory.
     """
-    n = form.rows
-    if not form.planes or n % (2 * GROUP):
+    if not form.planes or form.section % (2 * GROUP):
         raise ValueError(
-            f"cache: got pages of {n} rows {'in planes' if form.planes else 'of whole rows'}; the TPU writes pages in "
-            f"planes whose rows are a multiple of {2 * GROUP}"
+            f"cache: got pages of {form.rows} rows {'in planes' if form.planes else 'of whole rows'}; the TPU writes "
+            f"pages in planes whose rows are a multiple of {2 * GROUP}"
         )
+    n, blocks = form.section, cache.shape[1] * form.sections
+    table = form.section_table(jnp.where(table < cache.shape[1], table, 0))
     chunk = min(CHUNK, new.shape[0])
     chunks = -(-new.shape[0] // chunk)
     room = (-(-most_patches(chunk, table.shape[0]) // TOGETHER) + AHEAD) * TOGETHER
@@ -322,11 +333,11 @@ def mla_write(
     halves = 2 * form.latent // LANES + 1
     place = {"shards": shards, "interleave": interleave}
     patches, total = jax.vmap(
-        lambda begin: patches_of(rows, table, begin, blocks=cache.shape[1], chunk=chunk, n=n, rank=rank, **place)
+        lambda begin: patches_of(rows, table, begin, blocks=blocks, chunk=chunk, n=n, rank=rank, **place)
     )(chunk * jnp.arange(chunks, dtype=jnp.int32))
-    page = jnp.asarray(layer, jnp.int32) * cache.shape[1]
+    page = jnp.asarray(layer, jnp.int32) * blocks
     lists = _listed(patches, total, page, n=n, width=width, rank=rank, **place)
-    pool = cache.reshape(cache.shape[0] * cache.shape[1], halves, n // 2, LANES)
+    pool = cache.reshape(cache.shape[0] * blocks, halves, n // 2, LANES)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     bits = _bits(stored(new, cache.dtype, cache_scale), form.latent)
     done = pl.pallas_call(
