@@ -18,7 +18,7 @@ def slice_of(options: argparse.Namespace) -> Slice:
     Raises:
       UserError: a field that is in neither and has no default.
     """
-    fields = read_slice(options.slice) if options.slice else {}
+    fields = read_slice(options.slice) if options.slice is not None else {}
     for field in dataclasses.fields(Slice):
         value = getattr(options, field.name)
         if value is not None:

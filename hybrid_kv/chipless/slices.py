@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "expert_form": (None, "plain", "packed", "native"),
     "dtype": ("bfloat16", "float32"),
 }
+_MOST = 1 << 30  # positions and sizes are 32-bit integers
 _TEXTS = ("model", "topology", "mesh", "experts", "kda", "exchange", "residual", "expert_form", "dtype")
 
 
@@ -66,10 +67,11 @@ class Slice:
           UserError: a value that cannot be, naming the field.
         """
         for field in ("batch", "context", "tokens", "rows_per_rank", "state_slots"):
-            if getattr(self, field) < 1:
-                raise UserError(field, getattr(self, field), "use at least 1")
-        if self.drafts < 0:
-            raise UserError("drafts", self.drafts, "use 0 or more")
+            if not 1 <= getattr(self, field) < _MOST:
+                raise UserError(field, getattr(self, field), "use at least 1 and fewer than 2**30")
+        if self.drafts < 0 or self.batch * (1 + self.drafts) >= _MOST:
+            fix = f"use 0 or more, for fewer than 2**30 tokens of a verify step of {self.batch} rows"
+            raise UserError("drafts", self.drafts, fix)
         for field, choices in CHOICES.items():
             if getattr(self, field) not in choices:
                 raise UserError(field, getattr(self, field), f"use one of {', '.join(filter(None, choices))}")
@@ -115,7 +117,7 @@ def read_slice(name: str) -> dict[str, Any]:
         raise UserError("slice", name, f"give a TOML file or use one of {', '.join(slice_names())}")
     try:
         found = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits and deep lists are no TOML errors
         raise UserError("slice", name, f"the file must be TOML ({error})") from None
     fields = {field.name: str if field.name in _TEXTS else int for field in dataclasses.fields(Slice)}
     for field, value in found.items():
@@ -123,6 +125,8 @@ def read_slice(name: str) -> dict[str, Any]:
             raise UserError(f"slice {field}", value, f"use fields among {', '.join(fields)}")
         if type(value) is not fields[field]:
             raise UserError(f"slice {field}", value, f"use {'text' if fields[field] is str else 'a whole number'}")
+        if type(value) is int and abs(value) >= 1 << 63:
+            raise UserError(f"slice {field}", hex(value)[:20], "use a whole number of 64 bits")
     return found
 
 

@@ -113,6 +113,7 @@ def test_k3_needs_experts_over_the_whole_mesh_where_heads_do_not_divide_it():
 @pytest.mark.parametrize(("change", "words"), [
     ({"mesh": MeshSpec(model=3)}, "multiple of model [*] dcp = 3"),
     ({"rows_per_rank": 65}, "rows_per_rank: got 65; kernels take pages of a multiple of 16 rows"),
+    ({"rows_per_rank": 1 << 29}, "rows_per_rank: got 536870912; use blocks of fewer than 2[*][*]30 tokens"),
     ({"residual": "sequence", "tokens": 8190}, "tokens: got 8190; use a multiple of model [*] dcp = 8 devices"),
     ({"residual": "stream"}, "residual: got 'stream'; use one of replicated, sequence"),
     ({"context": 2_000_000}, "max_context: got 2000000"),
