@@ -80,7 +80,7 @@ class Slice:
             model,
             expert_axes=experts_over(self.experts),
             kda_axes=kda_over(self.kda),
-            expert_form=self.expert_form or expert_form(model, pod(self.topology).chip),
+            expert_form=self._expert_form(model),
         )
         return Setting(
             model=model,
@@ -95,6 +95,16 @@ class Slice:
             exchange=self.exchange,
             residual=self.residual,
         )
+
+    def _expert_form(self, model: KimiLinearConfig) -> str:
+        chip = pod(self.topology).chip
+        if self.expert_form is None:
+            return expert_form(model, chip)
+        if self.expert_form != "plain" and chip == "h100":
+            raise UserError("expert_form", self.expert_form, "h100 has no kernel for it: use plain")
+        if self.expert_form == "native" and chip != "tpu7x":
+            raise UserError("expert_form", self.expert_form, f"only tpu7x converts it, not {chip}: use packed or plain")
+        return self.expert_form
 
 
 def slice_names() -> list[str]:
@@ -148,7 +158,8 @@ def model_of(name: str) -> KimiLinearConfig:
 
 
 def expert_form(model: KimiLinearConfig, chip: str) -> str:
-    """As experts are stored, where the chip has a kernel for it."""
-    if not model.packed_experts or chip == "h100":
+    """As experts are stored, where the chip has a kernel for it that takes their widths."""
+    odd = model.expert_input_width % 128 or model.expert_width % 128
+    if not model.packed_experts or odd or chip == "h100":
         return "plain"
     return "native" if chip == "tpu7x" else "packed"

@@ -94,3 +94,20 @@ def test_model_and_topology_are_needed_and_slices_are_listed():
         slice_of(_flags(slice="", model="kimi-k3", topology="v6e:2x4"))
     with pytest.raises(UserError, match="slice: got 'v6e-9'; give a TOML file or use one of kimi-k3-tpu7x-128"):
         slice_of(_flags(slice="v6e-9"))
+
+
+@pytest.mark.parametrize(("form", "topology", "words"), [
+    ("native", "v6e:2x4", "expert_form: got 'native'; only tpu7x converts it, not v6e: use packed or plain"),
+    ("packed", "h100:8", "expert_form: got 'packed'; h100 has no kernel for it: use plain"),
+])  # fmt: skip
+def test_a_form_of_experts_that_the_chip_cannot_run_is_refused(form, topology, words):
+    with pytest.raises(UserError, match=words):
+        Slice(model="kimi-k3", topology=topology, expert_form=form).setting()
+
+
+@pytest.mark.parametrize(("model", "topology", "form"), [
+    ("kimi-k3", "v6e:2x4", "packed"), ("kimi-k3", "tpu7x:2x2x1", "native"), ("kimi-linear-48b", "v6e:2x4", "plain"),
+    ("tiny-k3", "v6e:2x4", "plain"),  # experts of a width of 32
+])  # fmt: skip
+def test_experts_lie_as_stored_where_a_kernel_takes_them(model, topology, form):
+    assert Slice(model=model, topology=topology).setting().model.expert_form == form
