@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from hybrid_kv.chipless import steps
 from hybrid_kv.chipless.fit import fit, fit_table
 from hybrid_kv.chipless.pod_report import capacity
 from hybrid_kv.chipless.pods import DEVICES, pod
@@ -116,11 +117,21 @@ def test_k3_needs_experts_over_the_whole_mesh_where_heads_do_not_divide_it():
     ({"rows_per_rank": 1 << 29}, "rows_per_rank: got 536870912; use blocks of fewer than 2[*][*]30 tokens"),
     ({"residual": "sequence", "tokens": 8190}, "tokens: got 8190; use a multiple of model [*] dcp = 8 devices"),
     ({"residual": "stream"}, "residual: got 'stream'; use one of replicated, sequence"),
+    ({"dtype": "float32"}, "dtype: got 'float32'; kernels of a TPU take bfloat16"),
     ({"context": 2_000_000}, "max_context: got 2000000"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused_before_anything_is_compiled(change, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(Setting(LINEAR, MeshSpec(dcp=8)), **change).plan("tpu")
+
+
+def test_what_a_kernel_cannot_run_is_a_refusal_of_the_step(monkeypatch):
+    def refuse(*_):
+        raise ValueError("kda verify: got 1001 tokens")
+
+    monkeypatch.setattr(steps, "lower_step", refuse)
+    with pytest.raises(UserError, match="step: got 'verify'; choose other sizes: .*kda verify: got 1001 tokens"):
+        steps.compile_step(Setting(LINEAR, MeshSpec(dcp=8)), pod("v6e:2x4"), "verify")
 
 
 def test_a_slice_of_an_unknown_chip_is_refused():
