@@ -31,6 +31,8 @@ def slice_of(options: argparse.Namespace) -> Slice:
 
 def compile_command(options: argparse.Namespace) -> int:
     """Compiles steps for a slice and prints what came out; exit code 1 if one does not fit."""
+    if options.chart is not None:
+        pod_report.check_chart(options.chart)
     kinds = KINDS if options.step == "all" else (options.step,)
     chosen = slice_of(options)
     result = pod_report.report(chosen.setting(), pod(chosen.topology), kinds)
