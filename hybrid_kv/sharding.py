@@ -44,6 +44,8 @@ class MeshSpec:
             name, equals, value = part.strip().partition("=")
             if name not in AXES or not equals or not (value.isascii() and value.isdigit()) or name in sizes:
                 raise UserError("mesh", text, "write axes once each as in 'model=2,dcp=4' (axes: data, model, dcp)")
+            if len(value) > 9:
+                raise UserError("mesh", text[:40], f"{name} has {len(value)} digits; use the size of a real mesh")
             sizes[name] = int(value)
         return cls(**sizes)
 

@@ -18,7 +18,7 @@ def slice_of(options: argparse.Namespace) -> Slice:
     Raises:
       UserError: a field that is in neither and has no default.
     """
-    fields = read_slice(options.slice) if options.slice else {}
+    fields = read_slice(options.slice) if options.slice is not None else {}
     for field in dataclasses.fields(Slice):
         value = getattr(options, field.name)
         if value is not None:
@@ -31,6 +31,8 @@ def slice_of(options: argparse.Namespace) -> Slice:
 
 def compile_command(options: argparse.Namespace) -> int:
     """Compiles steps for a slice and prints what came out; exit code 1 if one does not fit."""
+    if options.chart is not None:
+        pod_report.check_chart(options.chart)
     kinds = KINDS if options.step == "all" else (options.step,)
     chosen = slice_of(options)
     result = pod_report.report(chosen.setting(), pod(chosen.topology), kinds)

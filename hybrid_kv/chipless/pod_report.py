@@ -252,16 +252,32 @@ def _wire_row(step: StepReport) -> tuple[str, ...]:
     return (step.kind, *each)
 
 
+def check_chart(file: Path) -> None:
+    """Refuse a file that `draw` could not write; compiling takes minutes.
+
+    Raises:
+      UserError: matplotlib (the `plot` extra) is not installed, no such folder, or a type that it does not write.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UserError("chart", str(file), "install the plot extra: pip install 'hybrid-kv[plot]'") from None
+    if not file.parent.is_dir() or file.is_dir():
+        raise UserError("chart", str(file), "give a file in a folder that is there")
+    types = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in types:
+        raise UserError("chart", str(file), f"end it in one of {', '.join(types)}")
+
+
 def draw(result: PodReport, file: Path) -> None:
     """Chart of the memory and of the least times of every step, to a file (type by its ending).
 
     Raises:
-      UserError: matplotlib (the `plot` extra) is not installed.
+      UserError: as `check_chart`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("chart", str(file), "install the plot extra: pip install 'hybrid-kv[plot]'") from None
+    check_chart(file)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     memory, times = figure.subplots(1, 2)
     kinds = [step.kind for step in result.steps]

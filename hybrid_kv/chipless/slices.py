@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "expert_form": (None, "plain", "packed", "native"),
     "dtype": ("bfloat16", "float32"),
 }
+_MOST = 1 << 30  # positions and sizes are 32-bit integers
 _TEXTS = ("model", "topology", "mesh", "experts", "kda", "exchange", "residual", "expert_form", "dtype")
 
 
@@ -66,10 +67,11 @@ class Slice:
           UserError: a value that cannot be, naming the field.
         """
         for field in ("batch", "context", "tokens", "rows_per_rank", "state_slots"):
-            if getattr(self, field) < 1:
-                raise UserError(field, getattr(self, field), "use at least 1")
-        if self.drafts < 0:
-            raise UserError("drafts", self.drafts, "use 0 or more")
+            if not 1 <= getattr(self, field) < _MOST:
+                raise UserError(field, getattr(self, field), "use at least 1 and fewer than 2**30")
+        if self.drafts < 0 or self.batch * (1 + self.drafts) >= _MOST:
+            fix = f"use 0 or more, for fewer than 2**30 tokens of a verify step of {self.batch} rows"
+            raise UserError("drafts", self.drafts, fix)
         for field, choices in CHOICES.items():
             if getattr(self, field) not in choices:
                 raise UserError(field, getattr(self, field), f"use one of {', '.join(filter(None, choices))}")
@@ -78,7 +80,7 @@ class Slice:
             model,
             expert_axes=experts_over(self.experts),
             kda_axes=kda_over(self.kda),
-            expert_form=self.expert_form or expert_form(model, pod(self.topology).chip),
+            expert_form=self._expert_form(model),
         )
         return Setting(
             model=model,
@@ -93,6 +95,16 @@ class Slice:
             exchange=self.exchange,
             residual=self.residual,
         )
+
+    def _expert_form(self, model: KimiLinearConfig) -> str:
+        chip = pod(self.topology).chip
+        if self.expert_form is None:
+            return expert_form(model, chip)
+        if self.expert_form != "plain" and chip == "h100":
+            raise UserError("expert_form", self.expert_form, "h100 has no kernel for it: use plain")
+        if self.expert_form == "native" and chip != "tpu7x":
+            raise UserError("expert_form", self.expert_form, f"only tpu7x converts it, not {chip}: use packed or plain")
+        return self.expert_form
 
 
 def slice_names() -> list[str]:
@@ -115,7 +127,7 @@ def read_slice(name: str) -> dict[str, Any]:
         raise UserError("slice", name, f"give a TOML file or use one of {', '.join(slice_names())}")
     try:
         found = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits and deep lists are no TOML errors
         raise UserError("slice", name, f"the file must be TOML ({error})") from None
     fields = {field.name: str if field.name in _TEXTS else int for field in dataclasses.fields(Slice)}
     for field, value in found.items():
@@ -123,6 +135,8 @@ def read_slice(name: str) -> dict[str, Any]:
             raise UserError(f"slice {field}", value, f"use fields among {', '.join(fields)}")
         if type(value) is not fields[field]:
             raise UserError(f"slice {field}", value, f"use {'text' if fields[field] is str else 'a whole number'}")
+        if type(value) is int and abs(value) >= 1 << 63:
+            raise UserError(f"slice {field}", hex(value)[:20], "use a whole number of 64 bits")
     return found
 
 
@@ -144,7 +158,8 @@ def model_of(name: str) -> KimiLinearConfig:
 
 
 def expert_form(model: KimiLinearConfig, chip: str) -> str:
-    """As experts are stored, where the chip has a kernel for it."""
-    if not model.packed_experts or chip == "h100":
+    """As experts are stored, where the chip has a kernel for it that takes their widths."""
+    odd = model.expert_input_width % 128 or model.expert_width % 128
+    if not model.packed_experts or odd or chip == "h100":
         return "plain"
     return "native" if chip == "tpu7x" else "packed"

@@ -74,6 +74,8 @@ class Setting:
         """
         check_mesh(self.model, {axis: getattr(self.mesh, axis) for axis in AXES})
         Execution(residual=self.residual)  # refuses what there is not
+        if kernels == "tpu" and self.dtype != "bfloat16":
+            raise UserError("dtype", self.dtype, "kernels of a TPU take bfloat16")
         if self.residual == "sequence" and not self.split(self.tokens):
             raise UserError("tokens", self.tokens, f"use a multiple of model * dcp = {self.mesh.tensor} devices")
         options = CacheOptions(
@@ -143,7 +145,12 @@ def compile_step(setting: Setting, pod: Pod, kind: str) -> CompiledStep:
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         with jax.set_mesh(mesh):
-            lowered = lower_step(setting, mesh, pod.device.kernels, kind)
+            try:
+                lowered = lower_step(setting, mesh, pod.device.kernels, kind)
+            except UserError:
+                raise
+            except ValueError as error:  # how kernels refuse types and sizes
+                raise UserError("step", kind, f"choose other sizes: a kernel cannot run it ({error})") from error
             executable = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         seconds = time.perf_counter() - began
         text = _optimised(Path(folder))

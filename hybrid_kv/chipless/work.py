@@ -99,7 +99,7 @@ def _weight_bytes(setting: Setting, plan: CachePlan, tokens: int) -> float:
 
 def _wanted(setting: Setting, kind: str, tokens: int) -> int:
     """Tokens whose logits are wanted."""
-    return tokens if kind != "prefill" else setting.rows
+    return min(tokens, setting.rows) if kind == "prefill" else tokens
 
 
 def _macs(setting: Setting, kind: str, tokens: int) -> float:

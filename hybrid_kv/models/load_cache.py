@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.pieces import Box, Piece, Target
-from hybrid_kv.models.tensor_files import TensorFiles, read_json
+from hybrid_kv.models.tensor_files import DTYPES, TensorFiles, read_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -64,15 +65,22 @@ class LoadCache:
         if not file.exists():
             return None
         with ExitStack() as stack:
-            files = TensorFiles([file], stack)
+            try:
+                files = TensorFiles([file], stack)
+            except UserError as error:
+                raise UserError("cache", str(file), f"the piece is damaged: {error.fix}; remove it") from error
             values: dict[str, dict[Box, np.ndarray]] = {}
             for name in piece.names:
                 values[name] = {}
                 for box in piece.boxes(table[name]):
                     stored = files.tensors.get(key := _key(name, box))
-                    if stored is None or stored.shape != tuple(end - begin for begin, end in box):
-                        raise UserError("cache", str(file), f"the file has no {key} of its shape; remove it")
-                    values[name][box] = files.whole(key).view(table[name].dtype)
+                    if (
+                        stored is None
+                        or stored.shape != tuple(end - begin for begin, end in box)
+                        or DTYPES.get(stored.dtype) != table[name].dtype
+                    ):
+                        raise UserError("cache", str(file), f"the file has no {key} of its shape and type; remove it")
+                    values[name][box] = files.whole(key)
             return values
 
     def write(self, piece: Piece, values: Mapping[str, Mapping[Box, np.ndarray]]) -> None:
@@ -83,7 +91,7 @@ class LoadCache:
         try:
             save_file(tensors, part)
             self._publish(part, file.name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # the latter for a full disk
             raise UserError("cache", str(file), f"the piece cannot be written ({error})") from error
 
     def _file(self, piece: Piece) -> Path:

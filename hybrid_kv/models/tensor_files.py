@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # As the files name them; narrower floats would need scales.
 FLOATING = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
-_DTYPES = {name: np.dtype(dtype) for name, dtype in {**FLOATING, "U8": np.uint8, "I32": np.int32}.items()}
+DTYPES = {name: np.dtype(dtype) for name, dtype in {**FLOATING, "U8": np.uint8, "I32": np.int32}.items()}
 
 
 class Stored(NamedTuple):
@@ -43,7 +43,7 @@ class TensorFiles:
       prefixes: what names that begin so begin with here, or None to pass such tensors over.
 
     Raises:
-      UserError: a file is unreadable or truncated.
+      UserError: a file is unreadable or truncated, or a name stands twice.
     """
 
     def __init__(
@@ -69,6 +69,9 @@ class TensorFiles:
                 if (published := prefixes.get(prefix, "")) is not None:
                     begin = 8 + length + entry["data_offsets"][0]
                     name = published + stored.removeprefix(prefix)
+                    if (other := self.tensors.get(name)) is not None:
+                        fix = f"{stored} stands twice, also in {self.files[other.file].name}; remove one of them"
+                        raise UserError("checkpoint", str(file), fix)
                     self.tensors[name] = Stored(number, begin, tuple(entry["shape"]), entry["dtype"])
 
     def largest(self) -> int:
@@ -91,7 +94,7 @@ class TensorFiles:
           UserError: the file cannot be read, or has become shorter.
         """
         stored = self.tensors[name]
-        dtype = _DTYPES[stored.dtype]
+        dtype = DTYPES[stored.dtype]
         row = int(np.prod(stored.shape[1:])) * dtype.itemsize
         try:
             data = _pread(self._handles[stored.file], (end - begin) * row, stored.begin + begin * row)

@@ -221,7 +221,11 @@ def _geometry(shape: CacheShape, options: CacheOptions, dcp: int) -> SystemGeome
         group.declare(block_rows(group, rows_per_rank=options.rows_per_rank, **sizes))
         for group in group_layers(shape.layers())
     ]
-    return resolve(specs, dcp=dcp, interleave=options.interleave, hash_unit=options.hash_unit)
+    geometry = resolve(specs, dcp=dcp, interleave=options.interleave, hash_unit=options.hash_unit)
+    if max(group.block for group in geometry.groups) >= 1 << 30:
+        field = "hash_unit" if options.rows_per_rank is None else "rows_per_rank"
+        raise UserError(field, getattr(options, field), "use blocks of fewer than 2**30 tokens")
+    return geometry
 
 
 def _sharding(shape: CacheShape, config: CacheConfig, mesh: MeshSpec, forms: PoolForms) -> ShardingMap:

@@ -1,15 +1,18 @@
 """What a step has to do at least, and which meshes of a slice a model fits."""
 
 import dataclasses
+import re
 
 import pytest
 
+from hybrid_kv.chipless import pod_report, steps
 from hybrid_kv.chipless.fit import fit, fit_table
 from hybrid_kv.chipless.pod_report import capacity
 from hybrid_kv.chipless.pods import DEVICES, pod
 from hybrid_kv.chipless.slices import model_of
 from hybrid_kv.chipless.steps import KINDS, Setting
 from hybrid_kv.chipless.work import ring, work_of
+from hybrid_kv.cli import main
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.axes import DATA, TENSOR
 from hybrid_kv.models.config import kda_over
@@ -113,13 +116,39 @@ def test_k3_needs_experts_over_the_whole_mesh_where_heads_do_not_divide_it():
 @pytest.mark.parametrize(("change", "words"), [
     ({"mesh": MeshSpec(model=3)}, "multiple of model [*] dcp = 3"),
     ({"rows_per_rank": 65}, "rows_per_rank: got 65; kernels take pages of a multiple of 16 rows"),
+    ({"rows_per_rank": 1 << 29}, "rows_per_rank: got 536870912; use blocks of fewer than 2[*][*]30 tokens"),
     ({"residual": "sequence", "tokens": 8190}, "tokens: got 8190; use a multiple of model [*] dcp = 8 devices"),
     ({"residual": "stream"}, "residual: got 'stream'; use one of replicated, sequence"),
+    ({"dtype": "float32"}, "dtype: got 'float32'; kernels of a TPU take bfloat16"),
     ({"context": 2_000_000}, "max_context: got 2000000"),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused_before_anything_is_compiled(change, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(Setting(LINEAR, MeshSpec(dcp=8)), **change).plan("tpu")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("chart.nope", "end it in one of .*png"), ("chart", "end it in one of"), ("no/chart.png", "a folder that is there"),
+])  # fmt: skip
+def test_a_chart_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch, capsys, name, words):
+    monkeypatch.setattr(pod_report, "report", lambda *_: pytest.fail("compiled"))
+    file = tmp_path / name
+    assert main(["compile", "--slice", "kimi-linear-48b-v6e-8", "--chart", str(file)]) == 2
+    assert re.search(f"error: chart: got '{file}'; .*{words}", capsys.readouterr().err)
+
+
+def test_a_prefill_of_fewer_tokens_than_rows_wants_logits_of_its_tokens_only():
+    few, some = (_work(Setting(LINEAR, MeshSpec(dcp=8), rows=rows, tokens=8), "prefill") for rows in (64, 8))
+    assert (few.macs, few.wire) == (some.macs, some.wire)
+
+
+def test_what_a_kernel_cannot_run_is_a_refusal_of_the_step(monkeypatch):
+    def refuse(*_):
+        raise ValueError("kda verify: got 1001 tokens")
+
+    monkeypatch.setattr(steps, "lower_step", refuse)
+    with pytest.raises(UserError, match=r"step: got 'verify'; choose other sizes: .*kda verify: got 1001 tokens"):
+        steps.compile_step(Setting(LINEAR, MeshSpec(dcp=8)), pod("v6e:2x4"), "verify")
 
 
 def test_a_slice_of_an_unknown_chip_is_refused():

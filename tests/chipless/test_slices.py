@@ -57,6 +57,9 @@ def test_flags_go_before_the_file(tmp_path):
     ("batch = true", "slice batch: got True; use a whole number"),
     ("mesh = 8", "slice mesh: got 8; use text"),
     ("model = ", "the file must be TOML"),
+    ("batch = " + "9" * 5000, "the file must be TOML"),
+    ("batch = 0x" + "9" * 5000, "slice batch: got '0x9999.*'; use a whole number of 64 bits"),
+    ("batch = " + "[" * 20_000, "the file must be TOML"),
 ])  # fmt: skip
 def test_mistakes_in_a_file_are_named(tmp_path, text, words):
     file = tmp_path / "wrong.toml"
@@ -68,6 +71,9 @@ def test_mistakes_in_a_file_are_named(tmp_path, text, words):
 @pytest.mark.parametrize(("change", "words"), [
     ({"batch": 0}, "batch: got 0; use at least 1"),
     ({"drafts": -1}, "drafts: got -1; use 0 or more"),
+    ({"drafts": 10**9}, "drafts: got 1000000000; .* fewer than 2[*][*]30 tokens of a verify step"),
+    ({"tokens": 2**30}, "tokens: got 1073741824; use at least 1 and fewer than 2[*][*]30"),
+    ({"mesh": "model=" + "9" * 5000}, "mesh: got 'model=9*'; model has 5000 digits"),
     ({"exchange": "ring"}, "exchange: got 'ring'; use one of reduce_scatter, all_to_all"),
     ({"dtype": "float8"}, "dtype: got 'float8'; use one of bfloat16, float32"),
     ({"expert_form": "zip"}, "expert_form: got 'zip'; use one of plain, packed, native"),
@@ -84,5 +90,24 @@ def test_values_that_cannot_be_are_named(change, words):
 def test_model_and_topology_are_needed_and_slices_are_listed():
     with pytest.raises(UserError, match="topology: got None; give --topology, or a --slice"):
         slice_of(_flags(model="kimi-k3"))
+    with pytest.raises(UserError, match="slice: got ''; give a TOML file"):
+        slice_of(_flags(slice="", model="kimi-k3", topology="v6e:2x4"))
     with pytest.raises(UserError, match="slice: got 'v6e-9'; give a TOML file or use one of kimi-k3-tpu7x-128"):
         slice_of(_flags(slice="v6e-9"))
+
+
+@pytest.mark.parametrize(("form", "topology", "words"), [
+    ("native", "v6e:2x4", "expert_form: got 'native'; only tpu7x converts it, not v6e: use packed or plain"),
+    ("packed", "h100:8", "expert_form: got 'packed'; h100 has no kernel for it: use plain"),
+])  # fmt: skip
+def test_a_form_of_experts_that_the_chip_cannot_run_is_refused(form, topology, words):
+    with pytest.raises(UserError, match=words):
+        Slice(model="kimi-k3", topology=topology, expert_form=form).setting()
+
+
+@pytest.mark.parametrize(("model", "topology", "form"), [
+    ("kimi-k3", "v6e:2x4", "packed"), ("kimi-k3", "tpu7x:2x2x1", "native"), ("kimi-linear-48b", "v6e:2x4", "plain"),
+    ("tiny-k3", "v6e:2x4", "plain"),  # experts of a width of 32
+])  # fmt: skip
+def test_experts_lie_as_stored_where_a_kernel_takes_them(model, topology, form):
+    assert Slice(model=model, topology=topology).setting().model.expert_form == form

@@ -61,6 +61,16 @@ def test_files_with_an_index_give_the_same_parameters(small, tmp_path_factory):
         load(other, config, mesh_of())
 
 
+def test_a_tensor_that_stands_in_two_files_is_refused(small, tmp_path_factory):
+    path = tmp_path_factory.mktemp("twice")
+    config = random_checkpoint(path, SMALL, seed=1, shards=2)
+    one, other = sorted(path.glob("*.safetensors"))
+    name, value = next(iter(load_file(one).items()))
+    save_file(load_file(other) | {name: value + 1}, other)
+    with pytest.raises(UserError, match=f"{other.name}.*{name} stands twice, also in {one.name}"):
+        load(path, config, mesh_of())
+
+
 def test_dtype_is_cast_on_load_and_gates_stay_fp32(small):
     config, path = small
     params = load(path, config, mesh_of(), jnp.bfloat16)

@@ -156,6 +156,23 @@ def test_a_piece_that_was_being_written_is_made_again(tmp_path):
     assert done.name in str(error.value)
 
 
+@pytest.mark.parametrize("damage", ["cut", "type", "unwritable"])
+def test_a_damaged_or_unwritable_piece_is_named(tmp_path, damage):
+    config, cache = load_config(CHECKPOINT), tmp_path / "cache"
+    load(CHECKPOINT, config, mesh_of(), cache=cache)
+    file = cache / "kda.qkv-0.safetensors"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "type":  # of as many entries
+        save_file({key: value.astype(np.float32) for key, value in load_file(file).items()}, file)
+    else:
+        file.unlink()
+        file.with_suffix(".part").mkdir()
+    words = {"cut": "the piece is damaged", "type": "of its shape and type", "unwritable": "cannot be written"}
+    with pytest.raises(UserError, match=rf"cache: got '.*kda.qkv-0.*{words[damage]}"):
+        load(CHECKPOINT, config, mesh_of(), cache=cache)
+
+
 def test_a_cache_of_another_load_is_refused_by_the_field(tmp_path):
     config = load_config(CHECKPOINT)
     load(CHECKPOINT, config, mesh_of(), cache=tmp_path / "cache")
