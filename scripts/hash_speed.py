@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Tokens hashed per second on the host, median and best of nine: the chain with nothing extra, at unit 64.
 
 .venv/bin/python scripts/hash_speed.py [UNIT]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Random workloads through the cache, every block checked against what it holds.
 
     .venv/bin/python scripts/soak.py --workloads 2000 --json
