@@ -4,7 +4,7 @@
     scripts/pod_table.py --json results.json                        all slices and steps: an hour on two cores
     scripts/pod_table.py --json results.json --slice v6e-8 --step decode
     scripts/pod_table.py --json results.json --print                the table of what is in the file
-    scripts/pod_table.py --json results.json --print --markdown     in markdown; the page leaves out "compiled"
+    scripts/pod_table.py --json results.json --print --markdown     as the page has it
 
 Results are added to the file as they come, so that a run can go on where another ended. Each step is compiled in a
 process of its own: what one leaves in memory does not weigh on the next.
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--step", choices=KINDS, help="only this step")
     parser.add_argument("--again", action="store_true", help="compile what is in the file already, too")
     parser.add_argument("--print", action="store_true", help="compile nothing")
-    parser.add_argument("--markdown", action="store_true", help="the table in markdown")
+    parser.add_argument("--markdown", action="store_true", help="the table as it stands on the page")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
