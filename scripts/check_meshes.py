@@ -127,9 +127,9 @@ def main() -> int:
                 for spread, variant in variants(mesh):
                     cases.append(run(Path(folder), model, mesh, spread, variant, expected))
                     print(cases[-1].line(), flush=True)
-                    # A program on the CPU takes a thousand memory maps; Linux allows a process 65,530.
-                    jax.clear_caches()
-                    gc.collect()
+                # A program on the CPU takes a thousand memory maps; Linux allows a process 65,530.
+                jax.clear_caches()
+                gc.collect()
     if options.json:
         records = [dataclasses.asdict(case) | {"right": case.right} for case in cases]
         Path(options.json).write_text(json.dumps(records, indent=2) + "\n")
