@@ -128,7 +128,8 @@ class Engine:
         all are "replicated" on every device of the group: more memory, and nothing to sum after the mixer.
         residual: the residual stream is "replicated" over the tensor group, or split over it by tokens ("sequence"), so
         that norms and attention residual take a part of the work and memory. Step sizes are rounded up to what the
-        group divides; decode steps that it does not divide run with the stream replicated.
+        group divides, but `token_buckets` that it does not are refused; decode steps that it does not divide run with
+        the stream replicated.
         Raises UserError for anything a user can put right.
         """
         sizes = MeshSpec.of(mesh) if isinstance(mesh, Mesh) else MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
