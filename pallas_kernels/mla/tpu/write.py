@@ -71,6 +71,7 @@ def patches_of(
     blocks: int,
     chunk: int,
     n: int,
+    sections: int = 1,
     shards: int,
     rank: Int32[Array, ""] | int,
     interleave: int,
@@ -78,12 +79,11 @@ def patches_of(
     """Patches that the tokens [begin, begin + chunk) of the packed axis fall into, and how many they are.
 
     Groups of 8 rows are listed in order. One of a second half page is left to its partner in the first
-    half where that one is listed too. Null blocks and those outside the pool are left out.
+    half where that one is listed too. Null blocks and ids outside the pool of `blocks` are left out.
 
     Args:
-      table: of sections.
-      blocks: sections of a layer.
       n: rows of a section.
+      sections: of a page.
     """
     most, half = most_patches(chunk, table.shape[0]), n // 2 // GROUP
     skipped = jnp.clip(begin - rows.offset, 0, rows.length)
@@ -101,7 +101,8 @@ def patches_of(
     at = low[row] + jnp.arange(most, dtype=jnp.int32) - (ends - count)[row]
     column, within = at // (2 * half), at % (2 * half)
     partner_listed = (within >= half) & (at - half >= low[row])
-    block = table[row, jnp.minimum(column, table.shape[1] - 1)]
+    page, section = column // sections, column % sections
+    block = table[row, jnp.minimum(page, table.shape[1] - 1)]
     group = within % half * GROUP
     local = column * n + group
 
@@ -110,9 +111,10 @@ def patches_of(
 
     base = rows.offset[row] - begin - rows.start[row]
     found = Patches(
-        block, group, local, base, clipped(first, 0), clipped(end, 0), clipped(first, 1), clipped(end, 1)
+        block * sections + section, group, local, base, clipped(first, 0), clipped(end, 0), clipped(first, 1),
+        clipped(end, 1),
     )  # fmt: skip
-    wanted = listed & ~partner_listed & (column < table.shape[1]) & (block > 0) & (block < blocks)
+    wanted = listed & ~partner_listed & (page < table.shape[1]) & (block > 0) & (block < blocks)
     order = jnp.argsort(~wanted, stable=True)
     return Patches(*(field[order] for field in found)), jnp.sum(wanted, dtype=jnp.int32)
 
@@ -318,8 +320,7 @@ def mla_write(
             f"cache: got pages of {form.rows} rows {'in planes' if form.planes else 'of whole rows'}; the TPU writes "
             f"pages in planes whose rows are a multiple of {2 * GROUP}"
         )
-    n, blocks = form.section, cache.shape[1] * form.sections
-    table = form.section_table(jnp.where(table < cache.shape[1], table, 0))
+    n, sections = form.section, form.sections
     chunk = min(CHUNK, new.shape[0])
     chunks = -(-new.shape[0] // chunk)
     room = (-(-most_patches(chunk, table.shape[0]) // TOGETHER) + AHEAD) * TOGETHER
@@ -333,11 +334,13 @@ def mla_write(
     halves = 2 * form.latent // LANES + 1
     place = {"shards": shards, "interleave": interleave}
     patches, total = jax.vmap(
-        lambda begin: patches_of(rows, table, begin, blocks=blocks, chunk=chunk, n=n, rank=rank, **place)
+        lambda begin: patches_of(
+            rows, table, begin, blocks=cache.shape[1], chunk=chunk, n=n, sections=sections, rank=rank, **place
+        )
     )(chunk * jnp.arange(chunks, dtype=jnp.int32))
-    page = jnp.asarray(layer, jnp.int32) * blocks
+    page = jnp.asarray(layer, jnp.int32) * (cache.shape[1] * sections)
     lists = _listed(patches, total, page, n=n, width=width, rank=rank, **place)
-    pool = cache.reshape(cache.shape[0] * blocks, halves, n // 2, LANES)
+    pool = cache.reshape(-1, halves, n // 2, LANES)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     bits = _bits(stored(new, cache.dtype, cache_scale), form.latent)
     done = pl.pallas_call(
