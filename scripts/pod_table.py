@@ -92,7 +92,7 @@ def table(results: dict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     rows: list[tuple[str, ...]] = []
     for key, r in sorted(results.items(), key=lambda item: (item[0].split(": ")[1], item[0])):
         if "failed" in r:
-            rows.append((key, "-", r["failed"][:60], *["-"] * (len(HEAD) - 3)))
+            rows.append((key, "-", "failed", r["failed"][:60], *["-"] * (len(HEAD) - 4)))
             continue
         memory = r["memory"]
         held = sum(memory.values())
@@ -108,8 +108,10 @@ def table(results: dict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 
 def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table for a page."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+    """A table for a page, without times of compilation, which depend on the machine and on what else it does."""
+    lines = ([cell for name, cell in zip(head, row, strict=True) if name != "compiled"] for row in (head, *rows))
+    first, *others = ("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join((first, "|---" * (len(head) - 1) + "|", *others))
 
 
 if __name__ == "__main__":
