@@ -21,12 +21,14 @@ def tensor_sum(x: jax.Array, axes: tuple[str, ...] = TENSOR) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def tensor_columns(x: jax.Array) -> jax.Array:
+def tensor_columns(x: jax.Array, *, apart: bool) -> jax.Array:
     """This rank's columns of the sum of partial results [tokens, width] over the tensor group.
 
-    The ranks' columns lie on an axis of their own while they travel. XLA sums columns that do not fill tiles of 128
-    for every rank instead of scattering them, which sends twice as much.
+    apart: the ranks' columns lie on an axis of their own while they travel. XLA for TPU sums columns that do not fill
+      tiles of 128 for every rank instead of scattering them, which sends twice as much. On CPU it would change bits.
     """
+    if not apart:
+        return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=1, tiled=True)
     tokens, width = x.shape
     ranks = jax.lax.axis_size(TENSOR)
     parts = jnp.moveaxis(x.reshape(tokens, ranks, width // ranks), 1, 0)

@@ -130,7 +130,7 @@ class MoeFfn(nnx.Module):
         latent: a partial sum over the tensor group. Its columns are summed where they are needed; the norm takes one
         more number a token.
         """
-        mine = tensor_columns(latent)
+        mine = tensor_columns(latent, apart="tpu" in (self.kernels, jax.default_backend()))
         if self.config.latent_norm:
             mine = rms_norm_of_part(mine, self.latent_norm[...], self.config.rms_norm_eps, TENSOR)
         return project(mine, self.latent_up[...])

@@ -121,8 +121,12 @@ def attend(
 
         def kept(tile, past):
             """Rows of a tile's page that lie below position `past`: positions rise along a sequence."""
+            page = jax.lax.div(tile, per_page)
+            if page_rows % interleave == 0:  # counted in the page alone, which takes fewer registers
+                within = past - page * (page_rows * shards)
+                return rows_before(jnp.clip(within, 0, page_rows * shards), own_rank, shards, interleave)
             before = rows_before(jnp.maximum(past, 0), own_rank, shards, interleave)
-            return jnp.clip(before - jax.lax.div(tile, per_page) * page_rows, 0, page_rows)
+            return jnp.clip(before - page * page_rows, 0, page_rows)
 
         def scores(tile, place, block):
             """In base 2; -inf where a query does not see a key."""
