@@ -16,18 +16,17 @@ from hybrid_kv.chipless.steps import Setting
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.checkpoint_io import load_config
 from hybrid_kv.models.config import KimiLinearConfig, experts_over, kda_over
-from hybrid_kv.models.execution import RESIDUALS
+from hybrid_kv.models.execution import EXCHANGES, RESIDUALS
 from hybrid_kv.models.published import NAMES, named
 from hybrid_kv.sharding import MeshSpec
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "exchange": ("reduce_scatter", "all_to_all"),
+    "exchange": EXCHANGES,
     "residual": RESIDUALS,
     "expert_form": (None, "plain", "packed", "native"),
     "dtype": ("bfloat16", "float32"),
 }
 _MOST = 1 << 30  # positions and sizes are 32-bit integers
-_TEXTS = ("model", "topology", "mesh", "experts", "kda", "exchange", "residual", "expert_form", "dtype")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def read_slice(name: str) -> dict[str, Any]:
         found = tomllib.loads(path.read_text())
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits and deep lists are no TOML errors
         raise UserError("slice", name, f"the file must be TOML ({error})") from None
-    fields = {field.name: str if field.name in _TEXTS else int for field in dataclasses.fields(Slice)}
+    fields = {field.name: int if field.type is int else str for field in dataclasses.fields(Slice)}
     for field, value in found.items():
         if field not in fields:
             raise UserError(f"slice {field}", value, f"use fields among {', '.join(fields)}")

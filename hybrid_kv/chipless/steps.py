@@ -64,7 +64,11 @@ class Setting:
 
     def split(self, tokens: int) -> bool:
         """Whether a step of so many tokens runs with the residual stream split by tokens, see `Execution.suited`."""
-        return self.residual == "sequence" and tokens % self.mesh.tensor == 0
+        return self.execution().suited(tokens, self.mesh.tensor).residual == "sequence"
+
+    def execution(self, kernels: str | None = None) -> Execution:
+        """How its steps run. Raises UserError for an exchange or a residual that there is not."""
+        return Execution(kernels, self.workspace, self.exchange, self.residual)
 
     def plan(self, kernels: str) -> CachePlan:
         """The cache of a replica on this mesh.
@@ -73,10 +77,10 @@ class Setting:
           UserError: what cannot work, naming the field.
         """
         check_mesh(self.model, {axis: getattr(self.mesh, axis) for axis in AXES})
-        Execution(residual=self.residual)  # refuses what there is not
+        how = self.execution(kernels)
         if kernels == "tpu" and self.dtype != "bfloat16":
             raise UserError("dtype", self.dtype, "kernels of a TPU take bfloat16")
-        if self.residual == "sequence" and not self.split(self.tokens):
+        if self.tokens % how.token_multiple(self.mesh.tensor):
             raise UserError("tokens", self.tokens, f"use a multiple of model * dcp = {self.mesh.tensor} devices")
         options = CacheOptions(
             max_requests=self.rows, max_context=self.context, token_budget=max(self.tokens, self.rows),
@@ -179,9 +183,7 @@ def lower_step(setting: Setting, mesh: Mesh, kernels: str, kind: str) -> Any:
         param_specs=tuple((name, entry.spec) for name, entry in table.items()),
         cache_specs=tuple(plan.sharding[name].spec for name in Caches._fields),
         interleave=plan.config.geometry.groups[plan.config.geometry.attention[0]].interleave,
-        how=Execution(
-            kernels=kernels, workspace=setting.workspace, exchange=setting.exchange, residual=setting.residual
-        ),
+        how=setting.execution(kernels),
     )
     params = {
         name: jax.ShapeDtypeStruct(entry.shape, entry.dtype or dtype, sharding=NamedSharding(mesh, entry.spec))

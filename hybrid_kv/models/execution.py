@@ -3,9 +3,12 @@
 import dataclasses
 from dataclasses import dataclass
 
+import jax
+
 from hybrid_kv.errors import UserError
 from hybrid_kv.models.stream import BySequence, Replicated
 
+EXCHANGES = ("reduce_scatter", "all_to_all")
 RESIDUALS = ("replicated", "sequence")
 
 
@@ -23,7 +26,7 @@ class Execution:
       residual: the residual stream is "replicated" over the tensor group, or split by tokens ("sequence").
 
     Raises:
-      UserError: another residual.
+      UserError: another exchange or residual.
     """
 
     kernels: str | None = None
@@ -32,8 +35,14 @@ class Execution:
     residual: str = "replicated"
 
     def __post_init__(self) -> None:
-        if self.residual not in RESIDUALS:
-            raise UserError("residual", self.residual, f"use one of {', '.join(RESIDUALS)}")
+        for field, choices in (("exchange", EXCHANGES), ("residual", RESIDUALS)):
+            if getattr(self, field) not in choices:
+                raise UserError(field, getattr(self, field), f"use one of {', '.join(choices)}")
+
+    @property
+    def on_tpu(self) -> bool:
+        """Whether the step runs on a TPU, or is compiled for one that is not here."""
+        return "tpu" in (self.kernels, jax.default_backend())
 
     @property
     def stream(self) -> Replicated:

@@ -66,7 +66,7 @@ class MoeFfn(nnx.Module):
     """
 
     def __init__(self, config: KimiLinearConfig, params: dict[str, Array], how: Execution = PLAIN) -> None:
-        self.config, self.kernels, self.stream = config, how.kernels, how.stream
+        self.config, self.how, self.stream = config, how, how.stream
         self.router = nnx.Param(params["router"])
         self.bias = nnx.Param(params["bias"])
         self.shared_gate = nnx.Param(params["shared_gate"])
@@ -120,7 +120,7 @@ class MoeFfn(nnx.Module):
         first = jax.lax.axis_index(config.expert_axes) * experts.local
         routed = expert_ffn(
             x, ids, weights, experts, layer, first, activation=activation_of(config),
-            total=config.experts, product=project, implementation="tpu" if self.kernels == "tpu" else None,
+            total=config.experts, product=project, implementation="tpu" if self.how.kernels == "tpu" else None,
         )  # fmt: skip
         return jax.lax.psum_scatter(routed, DATA, scatter_dimension=0, tiled=True) if spread else routed
 
@@ -130,7 +130,7 @@ class MoeFfn(nnx.Module):
         latent: a partial sum over the tensor group. Its columns are summed where they are needed; the norm takes one
         more number a token.
         """
-        mine = tensor_columns(latent, apart="tpu" in (self.kernels, jax.default_backend()))
+        mine = tensor_columns(latent, apart=self.how.on_tpu)
         if self.config.latent_norm:
             mine = rms_norm_of_part(mine, self.latent_norm[...], self.config.rms_norm_eps, TENSOR)
         return project(mine, self.latent_up[...])

@@ -33,12 +33,12 @@ from hybrid_kv.typing import Array, Float, Int32
 from pallas_kernels.kda.records import Records
 
 
-def _when(flag: Array, body: Callable, carry: tuple, kernels: str | None) -> tuple:
+def _when(flag: Array, body: Callable, carry: tuple, on_tpu: bool) -> tuple:
     """body(carry) if flag else carry, but for TPU as a loop of at most one pass.
 
     XLA updates what a loop carries in place, whereas on CPU and GPU `lax.cond` copied a whole pool in every layer.
     """
-    if "tpu" in (kernels, jax.default_backend()):
+    if on_tpu:
         return jax.lax.cond(flag, body, lambda x: x, carry)
     return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, x: body(x), carry)
 
@@ -68,7 +68,7 @@ class KimiLinear(nnx.Module):
         def group(name: str) -> dict[str, Array]:
             return {path.split(".")[1]: x for path, x in params.items() if path.startswith(name + ".")}
 
-        self.config, self.kernels, self.layout = config, how.kernels, how.stream
+        self.config, self.on_tpu, self.layout = config, how.on_tpu, how.stream
         self.embed = nnx.Param(params["embed"])
         self.mixer_norm = nnx.Param(params["mixer_norm"])
         self.ffn_norm = nnx.Param(params["ffn_norm"])
@@ -201,10 +201,10 @@ class KimiLinear(nnx.Module):
             mla_pool, kda_pool, conv_pool = caches
             if config.kda_layers:
                 y, kda_pool, conv_pool, pending = _when(
-                    has["kda"][i], kda, (y, kda_pool, conv_pool, pending), self.kernels
+                    has["kda"][i], kda, (y, kda_pool, conv_pool, pending), self.on_tpu
                 )
             if config.mla_layers:
-                y, mla_pool = _when(has["mla"][i], mla, (y, mla_pool), self.kernels)
+                y, mla_pool = _when(has["mla"][i], mla, (y, mla_pool), self.on_tpu)
             stream = self.residual.after_mixer(stream, y, i)
 
             x = rms_norm(self.residual.before_ffn(stream, i), self.ffn_norm[...][i], config.rms_norm_eps)
@@ -215,7 +215,7 @@ class KimiLinear(nnx.Module):
                 def dense(_):
                     return (_layer(self.dense, place["dense"][i])(x),)
 
-                (y,) = _when(has["dense"][i], dense, (y,), self.kernels)
+                (y,) = _when(has["dense"][i], dense, (y,), self.on_tpu)
             if config.moe_layers:
 
                 @jax.named_scope("moe")
@@ -224,7 +224,7 @@ class KimiLinear(nnx.Module):
                     out, gap = _layer(self.moe, at)(x, self.experts, at)
                     return out, jnp.minimum(carry[1], gap)
 
-                y, margin = _when(has["moe"][i], moe, (y, margin), self.kernels)
+                y, margin = _when(has["moe"][i], moe, (y, margin), self.on_tpu)
             return self.residual.after_ffn(stream, y), margin, Caches(mla_pool, kda_pool, conv_pool), pending
 
         stream = self.residual.start(self._embed(batch.tokens))

@@ -151,11 +151,10 @@ def _jitted(layout: StepLayout, local: Any, results: tuple[P, ...]) -> Any:
         check_vma=False,
     )
     pools = pool_formats(layout)
-    on_tpu = "tpu" in (layout.how.kernels, jax.default_backend())
     return jax.jit(
         spread,
         donate_argnums=1,
-        compiler_options=_TPU_OPTIONS if on_tpu else None,
+        compiler_options=_TPU_OPTIONS if layout.how.on_tpu else None,
         in_shardings=({name: on(spec) for name, spec in weights.items()}, pools, on(P(DATA))),
         out_shardings=(*map(on, results), pools),
     )

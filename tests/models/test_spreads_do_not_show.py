@@ -141,6 +141,8 @@ def test_heads_have_to_divide_over_the_axes_that_split_them_and_no_others(folder
 def test_other_axes_and_names_are_refused(folders):
     with pytest.raises(UserError, match="residual: got 'tokens'; use one of replicated, sequence"):
         Execution(residual="tokens")
+    with pytest.raises(UserError, match="exchange: got 'ring'; use one of reduce_scatter, all_to_all"):
+        Execution(exchange="ring")
     with pytest.raises(UserError, match="kda: got 'dcp'; use one of tensor, model, replicated"):
         kda_over("dcp")
     with pytest.raises(UserError, match=r"kda_axes: got \('dcp',\); use one of"):

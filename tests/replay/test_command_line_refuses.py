@@ -10,6 +10,8 @@ import pytest
 
 from hybrid_kv import cli
 from hybrid_kv.errors import UserError
+from hybrid_kv.models.config import EXPERT_SPREADS, KDA_SPREADS
+from hybrid_kv.models.execution import RESIDUALS
 
 GOOD_MESH = ("--mesh", "model=2,dcp=4")
 
@@ -143,3 +145,8 @@ def test_the_mesh_decides_how_many_devices_a_cpu_plays(place: dict[str, str]) ->
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment
         )
         assert done.stdout.strip() == devices, done.stderr
+
+
+def test_choices_of_spreads_are_those_that_the_library_takes() -> None:
+    library = {"experts": EXPERT_SPREADS, "kda": KDA_SPREADS, "residual": RESIDUALS}
+    assert {name: choices for name, (choices, _) in cli.SPREADS.items()} == {k: tuple(v) for k, v in library.items()}
